@@ -1,0 +1,49 @@
+"""Every error that qkform raises on purpose.
+
+::
+
+    QKFormError                    catch this one to catch them all
+    ├── SourceError                the thing that was named cannot be opened as a checkpoint
+    │   └── CheckpointError        it was opened, and its bytes are not what its format promises
+    ├── ConfigError                a config is missing, is not JSON, or contradicts the weights
+    ├── LayoutError                which tensors are Q and K, or how they are stored, is not known
+    ├── FormError                  arrays that do not make a query-key form, or a score it does not have
+    ├── RecordError                a table cannot be saved or loaded
+    └── MissingExtra               a feature needs a package of an optional extra
+
+Each message says what was found, where, and what would work.
+"""
+
+from __future__ import annotations
+
+
+class QKFormError(Exception):
+    """The base of every error that qkform raises on purpose."""
+
+
+class SourceError(QKFormError):
+    """The source cannot be opened: missing, not a checkpoint, or of a kind that is not read yet."""
+
+
+class CheckpointError(SourceError):
+    """The file is damaged or hostile: its bytes are not what its format promises."""
+
+
+class ConfigError(QKFormError):
+    """A config is missing, unreadable, or contradicts the shapes of the weights."""
+
+
+class LayoutError(QKFormError):
+    """Which tensors are Q and K, or how they are stored, is not known."""
+
+
+class FormError(QKFormError, ValueError):
+    """Arrays that do not make a query-key form, or a score that this form does not have."""
+
+
+class RecordError(QKFormError):
+    """A table cannot be saved to, or loaded from, the place that was named."""
+
+
+class MissingExtra(QKFormError, ImportError):
+    """A feature needs a package that an optional extra brings."""

@@ -1,0 +1,321 @@
+"""What a scan found, as plain rows with a versioned schema: saved, loaded, and turned into frames on request."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from qkform.errors import MissingExtra, RecordError
+
+SCHEMA = "qkform.scan/1"
+Row = dict[str, Any]
+
+# Every column of a row, in order, with its Python type. `None` is allowed everywhere: "not defined here".
+COLUMNS: dict[str, type] = {
+    "component": str,  # path up to the layer list, as in the checkpoint: "encoder.layer"
+    "module": str,  # full path of the attention module: "encoder.layer.3.attention.self"
+    "layer": int,  # position in the layer list, from 0
+    "shared_by": list,  # numbers of all layers that share these weights; null where nothing is shared
+    "head": int,  # query head, from 0; null in the row of the whole layer (the sum over heads)
+    "kv_head": int,  # the key head it reads; null in the row of the whole layer
+    "attention": str,  # "self" or "cross"
+    "mask": str,  # "causal", "bidirectional" or "unknown": from family and config, never from a score
+    "d_model": int,
+    "d_head": int,
+    "symmetry": float,  # [-1, 1]
+    "symmetry_z": float,  # standard deviations from random weights
+    "directionality": float,  # [-1, 1]; negative: columns (key side) dominate
+    "row_excess": float,  # >= 0
+    "column_excess": float,  # >= 0
+    "norm": float,  # >= 0, Frobenius
+    "effective_rank": float,  # >= 1
+    "bias_share": float,  # [0, 1]
+    "positive_directions": int,
+    "negative_directions": int,
+    "positive_energy": float,  # [0, 1]
+    "flags": list,  # words: "no_outliers", "qk_norm"
+    "reason": str,  # why a score in this row is null; null where none is
+}
+_TAGS = ("source", "model_type")  # what a flat row carries in front, so that models can be told apart
+
+
+@dataclass(frozen=True)
+class ModelScores:
+    """One scanned model: where it came from, what was assumed, and its rows (`COLUMNS`)."""
+
+    source: str
+    format: str
+    model_type: str | None
+    bytes_read: int
+    wall_seconds: float
+    conventions: Mapping[str, Any]
+    skipped: Sequence[Mapping[str, str]] = ()  # {"module", "reason"}: attention that was seen and not scored
+    rows: Sequence[Row] = ()
+
+    @property
+    def layers(self) -> list[Row]:
+        """The rows of whole layers (the sum over heads)."""
+        return [row for row in self.rows if row["head"] is None]
+
+    @property
+    def heads(self) -> list[Row]:
+        """The rows of single heads."""
+        return [row for row in self.rows if row["head"] is not None]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "format": self.format,
+            "model_type": self.model_type,
+            "bytes_read": self.bytes_read,
+            "wall_seconds": self.wall_seconds,
+            "conventions": dict(self.conventions),
+            "skipped": [dict(s) for s in self.skipped],
+            "rows": [{name: _finite(row.get(name)) for name in COLUMNS} for row in self.rows],
+        }
+
+
+@dataclass(frozen=True)
+class SourceFault:
+    """A source that could not be scanned, with the message a person needs."""
+
+    source: str
+    message: str
+
+    def to_dict(self) -> dict[str, str]:
+        return {"source": self.source, "message": self.message}
+
+
+@dataclass(frozen=True)
+class ScoreTable:
+    """Scores of one or more models. `models` keeps them apart, `rows` lists every row of all of them.
+
+    Saved by `save` (.json, .csv, .parquet), read back by `load` (.json), shown in a notebook as it is.
+    """
+
+    models: Sequence[ModelScores] = ()
+    errors: Sequence[SourceFault] = field(default=())
+
+    @property
+    def rows(self) -> list[Row]:
+        """Every row, as a dict of plain values: `source` and `model_type`, then the columns of `COLUMNS`."""
+        return [
+            {"source": model.source, "model_type": model.model_type, **{n: row.get(n) for n in COLUMNS}}
+            for model in self.models
+            for row in model.rows
+        ]
+
+    @property
+    def layers(self) -> list[Row]:
+        """The rows of whole layers."""
+        return [row for row in self.rows if row["head"] is None]
+
+    @property
+    def heads(self) -> list[Row]:
+        """The rows of single heads."""
+        return [row for row in self.rows if row["head"] is not None]
+
+    def __len__(self) -> int:
+        return sum(len(model.rows) for model in self.models)
+
+    def __repr__(self) -> str:
+        models = ", ".join(f"{m.source} ({len(m.layers)} layers, {len(m.heads)} heads)" for m in self.models)
+        failed = f"; {len(self.errors)} sources failed" if self.errors else ""
+        return f"ScoreTable({models or 'empty'}{failed})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document that `--format json` prints: {"schema", "models", "errors"}; undefined scores are None."""
+        return {
+            "schema": SCHEMA,
+            "models": [model.to_dict() for model in self.models],
+            "errors": [error.to_dict() for error in self.errors],
+        }
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False, ensure_ascii=False)
+
+    def to_csv(self) -> str:
+        """Flat rows with a header line; null is empty, a list is joined by spaces."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow([*_TAGS, *COLUMNS])
+        for row in self.rows:
+            writer.writerow([_csv_cell(row[name]) for name in (*_TAGS, *COLUMNS)])
+        return out.getvalue()
+
+    def to_polars(self) -> Any:
+        """A polars DataFrame of `rows`, typed also where a column is all null. Needs the extra `frames`."""
+        pl = _extra("polars")
+        types = {str: pl.String, int: pl.Int64, float: pl.Float64}
+        schema = {name: types.get(kind, pl.List(pl.String)) for name, kind in self._columns().items()}
+        schema["shared_by"] = pl.List(pl.Int64)
+        rows = [{k: _finite(v) for k, v in row.items()} for row in self.rows]
+        return pl.DataFrame(rows, schema=schema)
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame of `rows`; whole numbers keep their type beside nulls. Needs the extra `frames`."""
+        pd = _extra("pandas")
+        types = {str: "string", int: "Int64", float: "float64"}
+        frame = pd.DataFrame(self.rows, columns=list(self._columns()))
+        return frame.astype({n: types[kind] for n, kind in self._columns().items() if kind in types})
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the table to `path` (.json, .csv or .parquet), whole or not at all; returns the path.
+
+        Raises RecordError for another suffix or a place that cannot be written, MissingExtra for parquet
+        without the extra `frames`.
+        """
+        target = Path(path)
+        writer = self._writer(target)
+        write_whole(target, writer)
+        return target
+
+    def _writer(self, target: Path) -> Callable[[Path], Any]:
+        match target.suffix.lower():
+            case ".json":
+                return lambda to: to.write_text(self.to_json(indent=1) + "\n", encoding="utf-8")
+            case ".csv":
+                return lambda to: to.write_text(self.to_csv(), encoding="utf-8", newline="")
+            case ".parquet":
+                frame = self.to_polars()
+                return lambda to: frame.write_parquet(to)
+        raise RecordError(f"cannot save to {target}: the name must end in .json, .csv or .parquet")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ScoreTable:
+        """Read a table that `save` wrote as .json. Raises RecordError for anything else."""
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise RecordError(f"cannot read a table from {path}: {error}") from None
+        found = document.get("schema") if isinstance(document, dict) else None
+        if found != SCHEMA:
+            raise RecordError(f"{path} has schema {found!r}; this version reads {SCHEMA!r}")
+        try:
+            models = [ModelScores(**model) for model in document["models"]]
+            errors = [SourceFault(**error) for error in document["errors"]]
+        except (KeyError, TypeError) as error:
+            raise RecordError(f"{path} says it is {SCHEMA!r} but is not complete: {error}") from None
+        return cls(models, errors)
+
+    @staticmethod
+    def _columns() -> dict[str, type]:
+        return {"source": str, "model_type": str, **COLUMNS}
+
+    def _repr_html_(self) -> str:
+        """A small table of layers per model, for notebooks."""
+        blocks = []
+        for model in self.models:
+            shown = [n for n in _NOTEBOOK if any(row[n] is not None for row in model.layers)]
+            head = "".join(f"<th>{html.escape(n)}</th>" for n in shown)
+            body = "".join(
+                "<tr>" + "".join(f"<td>{html.escape(_short(row[n]))}</td>" for n in shown) + "</tr>"
+                for row in model.layers
+            )
+            title = html.escape(f"{model.source}: {len(model.layers)} layers, {len(model.heads)} heads")
+            blocks.append(f"<p><b>{title}</b></p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+        for error in self.errors:
+            blocks.append(f"<p>{html.escape(error.source)}: {html.escape(error.message)}</p>")
+        return "".join(blocks) or "<p>empty ScoreTable</p>"
+
+
+_NOTEBOOK = ("component", "layer", "attention", "mask", "symmetry", "symmetry_z", "directionality", "norm")
+
+
+def merged(tables: Iterable[ScoreTable]) -> ScoreTable:
+    """Several tables as one, models and errors in order."""
+    tables = list(tables)
+    return ScoreTable([m for t in tables for m in t.models], [e for t in tables for e in t.errors])
+
+
+def values(rows: Iterable[Row], column: str) -> list[float]:
+    """The defined values of one column."""
+    return [row[column] for row in rows if row.get(column) is not None and not _is_nan(row[column])]
+
+
+def median_of(rows: Iterable[Row], column: str) -> float | None:
+    """Median of the defined values of a column; None where there is none."""
+    found = values(rows, column)
+    return median(found) if found else None
+
+
+def null_band(row: Row, deviations: float = 2.0) -> tuple[float, float] | None:
+    """Where the symmetry of random weights of this row's size and spectrum lies: mean -+ `deviations` std.
+
+    None for rows without a symmetry. docs/math.md#symmetry_z.
+    """
+    symmetry, z, d = row["symmetry"], row["symmetry_z"], row["d_model"]
+    if symmetry is None or z is None or _is_nan(symmetry) or _is_nan(z):
+        return None
+    mean = 1.0 / d
+    std = (symmetry - mean) / z if abs(z) > 1e-9 else math.sqrt(2.0) / d
+    return mean - deviations * std, mean + deviations * std
+
+
+def write_whole(target: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` fill a file beside `target`, then rename it: a kill leaves the old file or the new one.
+
+    A target that is no regular file (a pipe, /dev/stdout) is written straight.
+    """
+    try:
+        if target.is_dir():
+            raise RecordError(f"cannot write {target}: it is a folder")
+        if target.exists() and not target.is_file():
+            write(target)
+            return
+        handle, name = tempfile.mkstemp(prefix=f".{target.name[:50]}.", suffix=target.suffix, dir=target.parent)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            write(temporary)
+            mask = os.umask(0)
+            os.umask(mask)
+            temporary.chmod(0o666 & ~mask)
+            os.replace(temporary, target.resolve() if target.is_symlink() else target)
+        finally:
+            with suppress(FileNotFoundError):
+                temporary.unlink()
+    except OSError as error:
+        raise RecordError(f"cannot write {target}: {error.strerror or error}") from None
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _finite(value: Any) -> Any:
+    """JSON and frames have no NaN for "not defined": None."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _csv_cell(value: Any) -> Any:
+    value = _finite(value)
+    if isinstance(value, list):
+        return " ".join(str(v) for v in value)
+    return "" if value is None else value
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _extra(package: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise MissingExtra(f'{package} is not installed; it comes with: pip install "qkform[frames]"') from None
