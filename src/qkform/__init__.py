@@ -1,2 +1,50 @@
-"""qkform: the query-key form W_qk = W_Q W_K^T of self-attention, measured."""
-from qkform.form import BilinearForm
+"""qkform: measure the query-key form W_qk = W_Q W_K^T of self-attention in any checkpoint.
+
+>>> import qkform as qk
+>>> table = qk.scan("./my-model")               # doctest: +SKIP
+>>> for layer in qk.layers("./my-model"):       # doctest: +SKIP
+...     layer.form.symmetry()                   # (n_heads,)
+
+Names are loaded when they are first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qkform import errors as errors
+    from qkform.form import BilinearForm as BilinearForm
+    from qkform.form import Signature as Signature
+    from qkform.layouts import AttentionLayer as AttentionLayer
+    from qkform.records import ModelScores as ModelScores
+    from qkform.records import ScoreTable as ScoreTable
+    from qkform.scanner import layers as layers
+    from qkform.scanner import scan as scan
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "BilinearForm": "qkform.form",
+    "Signature": "qkform.form",
+    "AttentionLayer": "qkform.layouts",
+    "ModelScores": "qkform.records",
+    "ScoreTable": "qkform.records",
+    "layers": "qkform.scanner",
+    "scan": "qkform.scanner",
+    "errors": "qkform.errors",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'qkform' has no attribute {name!r}")
+    module = importlib.import_module(_HOME[name])
+    return module if name == "errors" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,99 @@
+"""One attention of a checkpoint: where its Q and K are stored, and how to take them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkform.errors import LayoutError, QKFormError
+from qkform.form import BilinearForm
+
+Array = NDArray[Any]
+Part = Literal["whole", "q|k|v: q", "q|k|v: k", "heads x [q|k|v]: q", "heads x [q|k|v]: k", "k|v: k"]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A projection inside a stored tensor. `transposed` is (in, out), as Conv1D stores it, not (out, in)."""
+
+    weight: str
+    bias: str | None
+    part: Part = "whole"
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention of a model, with its query-key form.
+
+    `form` reads the two projections when it is first asked for: (n_heads, d_model, d_head) and
+    (n_kv_heads, d_model, d_head), biases included. Nothing after this object asks which family it was.
+    """
+
+    component: str
+    module: str
+    layer: int
+    shared_by: list[int] | None
+    attention: Literal["self", "cross"]
+    mask: Literal["causal", "bidirectional", "unknown"]
+    n_heads: int
+    n_kv_heads: int
+    d_model: int
+    d_head: int
+    flags: tuple[str, ...]
+    norm: str | None  # tensor path of the norm whose output the projections read; None where there is none
+    norm_kind: str  # "layer", "rms", "rms, gain 1 + weight", "post" (no norm of its own feeds it) or "unknown"
+    q: Stored = field(repr=False)
+    k: Stored = field(repr=False)
+    read: Callable[[str], Array] = field(repr=False, compare=False)
+
+    @cached_property
+    def form(self) -> BilinearForm:
+        """The query-key form of this layer, as stored: no norm gain, no rotary offset."""
+        try:
+            w_q, b_q = self._projection(self.q, self.n_heads)
+            if self.k.weight == self.q.weight:
+                w_k, b_k = self._projection(self.k, self.n_kv_heads, held=self._fused)
+            else:
+                w_k, b_k = self._projection(self.k, self.n_kv_heads)
+            self.__dict__.pop("_fused", None)
+            return BilinearForm(w_q, w_k, b_q=b_q, b_k=b_k)
+        except QKFormError as error:
+            raise type(error)(f"{self.module}: {error}") from None
+
+    def _projection(
+        self, stored: Stored, heads: int, held: dict[str, Array] | None = None
+    ) -> tuple[Array, Array | None]:
+        held = {} if held is None else held
+        weight = held.get(stored.weight)
+        if weight is None:
+            weight = self.read(stored.weight)
+        self.__dict__["_fused"] = {stored.weight: weight}
+        if stored.transposed:
+            weight = weight.T  # (out, in)
+        w = np.swapaxes(self._take(weight, stored, heads), 1, 2)  # (heads, d_model, d_head), a view
+        if stored.bias is None:
+            return w, None
+        bias = self.read(stored.bias)
+        return w, self._take(bias[:, None], stored, heads)[:, :, 0]
+
+    def _take(self, weight: Array, stored: Stored, heads: int) -> Array:
+        """(out, in) -> (heads, d_head, in), the heads of one projection."""
+        d, width = self.d_head, heads * self.d_head
+        q_width = self.n_heads * d
+        match stored.part:
+            case "whole" | "q|k|v: q" | "k|v: k":
+                rows = weight[:width]
+            case "q|k|v: k":
+                rows = weight[q_width : q_width + width]
+            case "heads x [q|k|v]: q" | "heads x [q|k|v]: k":
+                which = 0 if stored.part.endswith("q") else 1
+                return weight.reshape(heads, 3, d, -1)[:, which]
+            case _:
+                raise LayoutError(f"no rule to take {stored.part!r} out of {stored.weight!r}")
+        return rows.reshape(heads, d, -1)

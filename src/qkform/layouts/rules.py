@@ -1,0 +1,159 @@
+"""The family files as typed rules. A family is data; this module is all the code that reads it.
+
+A file holds `[members]` (model_type = overrides) and one `[[attention]]` per kind of attention:
+
+    module      path of the attention module; {layer} is its number, ** any path in between, anything may stand before
+    q, k        names of the projections inside the module, or
+    fused       name of the tensor that holds both, with `order`: "q|k|v" or "heads x [q|k|v]"
+    transposed  true for Conv1D: stored (in, out)
+    heads, kv_heads, head_dim, d_model, layers     config keys, the first that is there counts
+    config      sub-config that holds them (the config itself where it is absent)
+    attention   "self" or "cross"
+    mask        "causal", "bidirectional" or "unknown"; causal_if / bidirectional_if name a config flag that decides
+    norm        the norm whose output the projections read, from the layer's path; norm_kind its kind, see `AttentionLayer`
+    pre_norm_if config flag; where it is false the block is post-norm
+    qk_norm     names in the module that show a norm on queries and keys
+    shared      "albert": a group's weights serve several layers
+
+and `[[skip]]` entries, `module` and `reason`, for attention that has no query-key form between tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+from qkform.errors import LayoutError
+
+MAX_NAME = 1024  # a longer tensor name is no layer's; matching stays linear
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of attention in one family; the fields are explained at the top of this module."""
+
+    family: str
+    module: str
+    q: str = ""
+    k: str = ""
+    fused: str = ""
+    order: str = "q|k|v"
+    kv_fused: str = ""
+    transposed: bool = False
+    config: str = ""
+    heads: tuple[str, ...] = ("num_attention_heads",)
+    kv_heads: tuple[str, ...] = ()
+    head_dim: tuple[str, ...] = ()
+    d_model: tuple[str, ...] = ("hidden_size",)
+    layers: tuple[str, ...] = ("num_hidden_layers",)
+    attention: Literal["self", "cross"] = "self"
+    mask: Literal["causal", "bidirectional", "unknown"] = "unknown"
+    causal_if: str = ""
+    bidirectional_if: str = ""
+    norm: str = ""
+    norm_kind: str = "unknown"
+    pre_norm_if: str = ""
+    qk_norm: tuple[str, ...] = ()
+    shared: str = ""
+
+    @property
+    def q_tensor(self) -> str:
+        return _tensor(self.fused or self.q)
+
+    @property
+    def k_tensor(self) -> str:
+        return _tensor(self.fused or self.kv_fused or self.k)
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        return module_pattern(self.module)
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Attention that is known and has no form between tokens."""
+
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """Everything known about one model type."""
+
+    model_type: str
+    file: str
+    rules: tuple[Rule, ...]
+    skips: tuple[Skip, ...] = field(default=())
+
+
+@cache
+def families() -> Mapping[str, Family]:
+    """Every family, by model_type. GGUF architectures are `gguf:NAME`, their fallback `gguf:*`."""
+    found: dict[str, Family] = {}
+    folder = resources.files("qkform.layouts") / "families"
+    for file in sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name):
+        for family in parse(file.read_text(encoding="utf-8"), file.name):
+            if family.model_type in found:
+                raise LayoutError(
+                    f"{family.model_type!r} is in {file.name} and in {found[family.model_type].file}"
+                )
+            found[family.model_type] = family
+    return found
+
+
+def parse(text: str, name: str) -> list[Family]:
+    """The families of one file; LayoutError for a key or a member that makes no sense."""
+    data = tomllib.loads(text)
+    unknown = set(data) - {"members", "attention", "skip"}
+    if unknown:
+        raise LayoutError(f"{name}: unknown tables {sorted(unknown)}")
+    skips = tuple(Skip(**s) for s in data.get("skip", ()))
+    out = []
+    for member, overrides in data["members"].items():
+        rules = tuple(_rule(member, {**entry, **overrides}, name) for entry in data["attention"])
+        out.append(Family(member, name, rules, skips))
+    return out
+
+
+def _rule(member: str, entry: Mapping[str, Any], name: str) -> Rule:
+    known = {f.name for f in fields(Rule)} - {"family"}
+    unknown = set(entry) - known
+    if unknown:
+        raise LayoutError(f"{name}: unknown keys {sorted(unknown)} for {member}")
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items()}
+    rule = Rule(family=member, **values)
+    if not (rule.fused or (rule.q and (rule.k or rule.kv_fused))):
+        raise LayoutError(f"{name}: {member} names neither `fused` nor `q` and `k`")
+    return rule
+
+
+def _tensor(name: str) -> str:
+    """query -> query.weight; in_proj_weight stays."""
+    return name if name.endswith("weight") else f"{name}.weight"
+
+
+def bias_of(weight: str) -> str:
+    return weight.removesuffix("weight") + "bias"
+
+
+@cache
+def module_pattern(module: str) -> re.Pattern[str]:
+    """A module path with {layer}, {inner} and ** as a pattern that allows any path before it."""
+    out = []
+    for part in module.split("."):
+        match part:
+            case "**":
+                out.append(r"(?:[^.]+\.)*?")
+            case "{layer}":
+                out.append(r"(?P<layer>[0-9]{1,6})\.")
+            case "{inner}":
+                out.append(r"(?P<inner>[0-9]{1,6})\.")
+            case _:
+                out.append(re.escape(part) + r"\.")
+    return re.compile(r"(?P<before>(?:.*\.)?)" + "".join(out).removesuffix(r"\."), re.DOTALL)

@@ -1,0 +1,130 @@
+"""Rows made safe to draw: every value of the type its column promises, split into what is drawn together.
+
+A record may come from a file that someone else wrote, so nothing in it is taken at its word: a number that is
+not finite, or a text where a number belongs, is null.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qkform.records import COLUMNS, ModelScores, Row, ScoreTable, null_band, values
+
+POINT_COLUMNS = (*COLUMNS, "null_low", "null_high")
+_LABEL_LENGTH = 48
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rows of one model that are drawn together: one component, one kind of attention."""
+
+    component: str
+    attention: str
+    rows: Sequence[Row]  # as `points` returns them
+
+    @property
+    def layers(self) -> list[Row]:
+        return [row for row in self.rows if row["head"] is None]
+
+    @property
+    def heads(self) -> list[Row]:
+        return [row for row in self.rows if row["head"] is not None]
+
+    @property
+    def masks(self) -> list[str]:
+        return sorted({row["mask"] for row in self.rows if row["mask"]})
+
+    def has(self, column: str) -> bool:
+        """Whether any row has a value there."""
+        return bool(values(self.rows, column))
+
+
+def points(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Rows as a chart and the table of the page read them.
+
+    The columns of `COLUMNS` with finite numbers of six digits, lists as text ("a, b"), `source` where the row
+    has one, and in rows of whole layers `null_low` and `null_high`: where random weights would lie (+-2 std).
+    """
+    return [_point(row) for row in rows]
+
+
+def groups(model: ModelScores, label: str) -> list[Group]:
+    """The model's rows by component and kind of attention, in order of appearance; `source` is `label`."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in points({**row, "source": label} for row in model.rows):
+        found.setdefault((row["component"] or "", row["attention"] or ""), []).append(row)
+    return [Group(component, attention, rows) for (component, attention), rows in found.items()]
+
+
+def labels(table: ScoreTable) -> list[str]:
+    """One name per model, short enough for a legend and never the same twice."""
+    taken: set[str] = set()
+    out = []
+    for model in table.models:
+        name = shortened(text(model.source) or "unnamed")
+        label, n = name, 1
+        while label in taken:
+            n += 1
+            label = f"{name} ({n})"
+        taken.add(label)
+        out.append(label)
+    return out
+
+
+def shortened(name: str, length: int = _LABEL_LENGTH) -> str:
+    """The name with its middle left out where it is longer than `length` characters."""
+    if len(name) <= length:
+        return name
+    tail = length * 2 // 3
+    return f"{name[: length - tail - 1]}…{name[-tail:]}"
+
+
+def text(value: Any) -> str:
+    """Any value as text that UTF-8 can write: file names may hold lone surrogates."""
+    return str(value).encode("utf-8", "replace").decode("utf-8")
+
+
+def _point(row: Mapping[str, Any]) -> Row:
+    point = {name: _typed(kind, row.get(name)) for name, kind in COLUMNS.items()}
+    point["null_low"], point["null_high"] = _band(point)
+    if row.get("source") is not None:
+        point["source"] = text(row["source"])
+    return {name: _six_digits(value) for name, value in point.items()}
+
+
+def _band(point: Row) -> tuple[float | None, float | None]:
+    if point["head"] is not None or not point["d_model"] or point["d_model"] < 1:
+        return None, None
+    low, high = null_band(point) or (None, None)
+    return _number(low), _number(high)
+
+
+def _typed(kind: type, value: Any) -> Any:
+    if value is None:
+        return None
+    if kind is float:
+        return _number(value)
+    if kind is int:
+        number = _number(value)
+        return int(value) if number is not None and abs(number) < 2**53 else None  # what javascript can count
+    if kind is list:
+        return ", ".join(text(v) for v in value) if isinstance(value, list | tuple) else text(value)
+    return text(value)
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, or None."""
+    if value is None or isinstance(value, str | bytes):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _six_digits(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value

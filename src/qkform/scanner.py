@@ -1,0 +1,219 @@
+"""A source -> its layers, or the table of their scores. The whole road: open, find, read, score, one layer at a time."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from qkform.checkpoints import Checkpoint, open_checkpoint
+from qkform.errors import ConfigError, QKFormError
+from qkform.form import BilinearForm
+from qkform.layouts import AttentionLayer, Layout, Manual, Overrides, find_layers
+from qkform.records import ModelScores, Row, ScoreTable
+
+Source = str | os.PathLike[str]
+Progress = Callable[[str, int, int], None]  # (source, layers done, layers in all)
+
+SIGNATURE_SIZE = 2048  # a whole layer's signature takes about a second at this size, and grows with its cube
+_SELF_ONLY = ("symmetry", "symmetry_z", "positive_directions", "negative_directions", "positive_energy")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a scan may be told beyond the source.
+
+    heads, kv_heads, head_dim   outrank the config
+    q, k                        tensor names with {layer}, for a layout that is not known; transposed: stored (in, out)
+    gamma                       standard deviations above the mean at which a row or column is an outlier
+    signature                   "auto" counts directions of every head, and of a whole layer up to 2048 of them;
+                                "all" of every layer, however long it takes; "none" of nothing
+    """
+
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    q: str | None = None
+    k: str | None = None
+    transposed: bool = False
+    gamma: float = 2.0
+    signature: Literal["auto", "all", "none"] = "auto"
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.gamma):
+            raise ConfigError(f"gamma is {self.gamma}; it must be a finite number of standard deviations")
+        if self.signature not in ("auto", "all", "none"):
+            raise ConfigError(f"signature is {self.signature!r}; it must be auto, all or none")
+
+
+def layers(source: Source, **options: Any) -> Iterator[AttentionLayer]:
+    """The attention layers of a checkpoint, in order; `layer.form` is its query-key form, read when asked for.
+
+    `source` is a .safetensors or .gguf file, a folder that holds a model, or sample:NAME. Keywords as in `Options`.
+    Let each layer go before the next to keep one layer in memory.
+
+    >>> for layer in layers("./my-model"):             # doctest: +SKIP
+    ...     print(layer.module, layer.form.symmetry(), layer.form.total().symmetry())
+    """
+    checkpoint = _open(source)
+    return _released(_layout(checkpoint, Options(**options)).layers)
+
+
+def _released(found: Sequence[AttentionLayer]) -> Iterator[AttentionLayer]:
+    """Fresh copies, so that a form read by the caller lives no longer than the caller keeps its layer."""
+    return (replace(layer) for layer in found)
+
+
+def scan(source: Source, *, progress: Progress | None = None, **options: Any) -> ScoreTable:
+    """The scores of every layer and head of one checkpoint.
+
+    `source` is a .safetensors or .gguf file, a folder that holds a model, or sample:NAME. Keywords as in `Options`.
+    Reads only Q and K, one layer at a time. Raises SourceError, ConfigError or LayoutError for a source that cannot be
+    scanned; a head that has no scores (zero or NaN weights) is a row of nulls with the reason.
+    """
+    begin = time.perf_counter()
+    chosen = Options(**options)
+    checkpoint = _open(source)
+    layout = _layout(checkpoint, chosen)
+    rows: list[Row] = []
+    for done, layer in enumerate(_released(layout.layers)):
+        if progress is not None:
+            progress(checkpoint.source, done, len(layout.layers))
+        rows += layer_rows(layer, chosen)
+    if progress is not None:
+        progress(checkpoint.source, len(layout.layers), len(layout.layers))
+    model = ModelScores(
+        source=checkpoint.source,
+        format=checkpoint.format,
+        model_type=layout.model_type,
+        bytes_read=checkpoint.bytes_read,
+        wall_seconds=time.perf_counter() - begin,
+        conventions=conventions(chosen),
+        skipped=list(layout.skipped),
+        rows=rows,
+    )
+    return ScoreTable([model])
+
+
+def _open(source: Source) -> Checkpoint:
+    name = os.fspath(source)
+    if name.startswith("sample:"):
+        from qkform import samples
+
+        return open_checkpoint(samples.fetch(name.removeprefix("sample:")), source=name)
+    return open_checkpoint(Path(name).expanduser(), source=name)
+
+
+def _layout(checkpoint: Checkpoint, options: Options) -> Layout:
+    return find_layers(
+        checkpoint.tensors,
+        checkpoint.config,
+        checkpoint.read,
+        source=checkpoint.source,
+        config_name=str(checkpoint.config_path) if checkpoint.config_path else None,
+        overrides=Overrides(options.heads, options.kv_heads, options.head_dim),
+        manual=Manual(options.q, options.k, options.transposed),
+    )
+
+
+def layer_rows(layer: AttentionLayer, options: Options) -> list[Row]:
+    """The row of the whole layer, then one per head."""
+    form = layer.form
+    try:
+        return _rows(layer, form.total(), options, heads=False) + _rows(layer, form, options, heads=True)
+    except QKFormError as error:
+        raise type(error)(f"{layer.module}: {error}") from None
+
+
+def _rows(layer: AttentionLayer, form: BilinearForm, options: Options, *, heads: bool) -> list[Row]:
+    scores, reason = _scores(layer, form, options, heads=heads)
+    defects = form.defects()
+    no_outliers = form.no_outliers(options.gamma)
+    rows = []
+    for i in range(form.n_heads):
+        row: Row = {
+            "component": layer.component,
+            "module": layer.module,
+            "layer": layer.layer,
+            "shared_by": layer.shared_by,
+            "head": i if heads else None,
+            "kv_head": form.kv_head(i) if heads else None,
+            "attention": layer.attention,
+            "mask": layer.mask,
+            "d_model": layer.d_model,
+            "d_head": layer.d_head,
+        }
+        row |= {name: _plain(values[i]) if values is not None else None for name, values in scores.items()}
+        for name in ("positive_directions", "negative_directions"):
+            row[name] = None if row[name] is None else int(row[name])
+        row["flags"] = [*layer.flags, *(["no_outliers"] if no_outliers[i] else [])]
+        row["reason"] = defects[i] or reason or _undefined(row)
+        if defects[i]:
+            row["norm"] = row["norm"] if defects[i] and row["norm"] == 0.0 else None
+        rows.append(row)
+    return rows
+
+
+def _scores(
+    layer: AttentionLayer, form: BilinearForm, options: Options, *, heads: bool
+) -> tuple[dict[str, Any], str | None]:
+    """Every score as an array, None where the whole layer has none, and the reason for that."""
+    scores: dict[str, Any] = dict.fromkeys(_SELF_ONLY)
+    reason = None
+    if layer.attention == "cross":
+        reason = "cross-attention: queries and keys come from different sequences, so W has no symmetry"
+    else:
+        scores["symmetry"], scores["symmetry_z"] = form.symmetry(), form.symmetry_z()
+        size = min(form.d_model, 2 * form.d_head)
+        if options.signature == "none":
+            reason = "signature not asked for"
+        elif options.signature == "auto" and not heads and size > SIGNATURE_SIZE:
+            reason = f"signature of {size} directions is left out; --signature all computes it"
+        else:
+            for name, values in zip(_SELF_ONLY[2:], form.signature(), strict=True):
+                scores[name] = values
+    scores["directionality"] = form.directionality(options.gamma)
+    scores["row_excess"] = form.row_excess(options.gamma)
+    scores["column_excess"] = form.column_excess(options.gamma)
+    for name in ("norm", "effective_rank", "bias_share"):
+        scores[name] = getattr(form, name)()
+    return scores, reason
+
+
+def _plain(value: Any) -> float | None:
+    return None if np.isnan(value) else float(value)
+
+
+def _undefined(row: Row) -> str | None:
+    """Why a score of a head with sound weights is null."""
+    if row["bias_share"] is None:
+        return "the biases hold NaN or infinity"
+    if row["positive_energy"] is None:
+        return "W is skew: its symmetric part has no directions"
+    if row["symmetry_z"] is None:
+        return "d_model is 1: random weights have the same symmetry"
+    return None
+
+
+def conventions(options: Options) -> dict[str, Any]:
+    """What was assumed, for the record: formulas, signs, and what is in the form and what is not."""
+    return {
+        "form": "W = W_Q W_K^T per head, rows query side, columns key side; a layer is the sum over its heads",
+        "symmetry": "tr(W W) / ||W||_F^2 in [-1, 1]; random weights have mean 1/d_model",
+        "symmetry_z": "(symmetry - 1/d_model) / standard deviation of random weights with the same spectrum",
+        "directionality": "(R - C) / (R + C) in [-1, 1]; negative: columns (key side) dominate",
+        "excess": "R, C: sum of (norm - threshold) over row, column norms above mean + gamma * std (ddof 1)",
+        "gamma": options.gamma,
+        "signature": f"eigenvalues of (W + W^T)/2 above 1e-8 of the largest in size; {options.signature}",
+        "biases": "not in the form; bias_share is 1 - ||W||^2 / ||W with biases||^2",
+        "norm_gains": "not in the form",
+        "rotary": "not in the form (relative distance 0)",
+        "qk_norm": "not in the form; layers that have it are flagged qk_norm",
+        "precision": "products in the weights' precision, at least float32; sums in float64",
+    }
