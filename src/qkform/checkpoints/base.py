@@ -93,7 +93,7 @@ def regular_file(path: Path) -> Path:
             return path
         exists = path.exists()
     except (OSError, ValueError) as error:  # a name too long, or with a null byte
-        raise SourceError(f"cannot read {str(path)[:200]!r}: {error}") from None
+        raise SourceError(f"cannot read {str(path)[:200]!r}: {getattr(error, 'strerror', None) or error}") from None
     if not exists:
         broken = " (a link to a file that is gone)" if path.is_symlink() else ""
         raise SourceError(f"no such file: {path}{broken}")

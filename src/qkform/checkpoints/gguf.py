@@ -1,7 +1,7 @@
 """GGUF: the header walked here with bounds checks, tensors dequantised by the `gguf` package block by block.
 
-The package's own reader makes an array of every vocabulary word and maps the file into memory; here long arrays are
-stepped over. Layout: magic, version, counts, key/values, tensor table, padding, data.
+The package's own reader makes an array of every vocabulary word and maps the file into memory; here long
+arrays are stepped over. Layout: magic, version, counts, key/values, tensor table, padding, data.
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -38,7 +38,7 @@ _SKIPPED = object()
 
 
 class GGUFCheckpoint:
-    """The tensors of one GGUF file by name; `config` is its metadata without long arrays and lists of words."""
+    """The tensors of one GGUF file; `config` is its metadata without long arrays and lists of words."""
 
     format = "gguf"
     config_path: Path | None = None
@@ -71,11 +71,12 @@ class GGUFCheckpoint:
             dtype = np.dtype(_NATIVE[info.dtype])
         else:
             return _dequantised(name, info, self._reader)
-        return self._reader.read(info.file, info.offset, info.nbytes).view(dtype).reshape(info.shape)
+        stored: NDArray[Any] = self._reader.read(info.file, info.offset, info.nbytes).view(dtype)
+        return stored.reshape(info.shape)
 
 
 class _Header:
-    """A cursor over the start of the file, read in growing chunks; no read or skip leaves the file unnoticed."""
+    """A cursor over the start of the file, read in growing chunks; no step leads out of it unnoticed."""
 
     def __init__(self, file: BinaryIO, path: Path, reader: ByteReader) -> None:
         self.path, self.size = path, os.fstat(file.fileno()).st_size
@@ -94,7 +95,8 @@ class _Header:
         end = self.position + nbytes
         if end > self.size:
             raise CheckpointError(
-                f"{self.path} ends at byte {self.size:,}, and {what} runs to byte {end:,}: truncated or damaged"
+                f"{self.path} ends at byte {self.size:,}, and {what} runs to byte {end:,}: "
+                "truncated or damaged"
             )
         if end > MAX_HEADER_BYTES:
             raise CheckpointError(
@@ -107,7 +109,9 @@ class _Header:
         while have < nbytes:
             part = self._file.read(max(nbytes - have, self._chunk))
             if not part:
-                raise CheckpointError(f"{self.path} ended at byte {self._start + have} while it was being read")
+                raise CheckpointError(
+                    f"{self.path} ended at byte {self._start + have} while it was being read"
+                )
             self._reader.bytes_read += len(part)
             parts.append(part)
             have += len(part)
@@ -140,7 +144,9 @@ class _Header:
     def skip_strings(self, count: int, what: str) -> None:
         """Step over `count` strings: a loop over lengths only, some 10 million per second."""
         if count * _U64.size > self.size - self.position:
-            raise CheckpointError(f"{self.path}: {what} announces {count:,} strings, more than the file can hold")
+            raise CheckpointError(
+                f"{self.path}: {what} announces {count:,} strings, more than the file can hold"
+            )
         unpack = _U64.unpack_from
         while count:
             self.need(_U64.size, what)
@@ -170,7 +176,9 @@ def _read_counts(header: _Header) -> tuple[int, int]:
     head = header.peek(64)
     refuse_pointer(path, head)
     if head[:4] != b"GGUF":
-        raise CheckpointError(f"{path} starts with {head[:4]!r}, not b'GGUF': another format, or a bad download")
+        raise CheckpointError(
+            f"{path} starts with {head[:4]!r}, not b'GGUF': another format, or a bad download"
+        )
     header.skip(4, "the magic")
     version = header.number(_U32, "the version")
     swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
@@ -181,12 +189,13 @@ def _read_counts(header: _Header) -> tuple[int, int]:
         )
     if version == 1:
         raise SourceError(
-            f"{path} is GGUF version 1, of 2023; versions 2 and 3 are read: convert the original model again with a "
-            "current llama.cpp"
+            f"{path} is GGUF version 1, of 2023; versions 2 and 3 are read: convert the original model again "
+            "with a current llama.cpp"
         )
     if version not in (2, 3):
         raise CheckpointError(
-            f"{path} says GGUF version {version:,}; versions 2 and 3 are read: newer than this reader, or damaged"
+            f"{path} says GGUF version {version:,}; versions 2 and 3 are read: "
+            "newer than this reader, or damaged"
         )
     n_tensors, n_keys = header.number(_U64, "the tensor count"), header.number(_U64, "the key/value count")
     if n_tensors > MAX_TENSORS:
@@ -253,7 +262,8 @@ def _alignment(config: Mapping[str, Any], path: Path) -> int:
     value = config.get("general.alignment", 32)
     if type(value) is not int or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
         raise CheckpointError(
-            f"{path} has general.alignment {str(value)[:40]!r}; a power of two up to {MAX_ALIGNMENT:,} is needed"
+            f"{path} has general.alignment {str(value)[:40]!r}; "
+            f"a power of two up to {MAX_ALIGNMENT:,} is needed"
         )
     return value
 
@@ -276,7 +286,8 @@ def _read_tensor_table(header: _Header, count: int, alignment: int) -> dict[str,
     for name, info in sorted(relative.items(), key=lambda item: item[1].offset):
         if info.offset % alignment:
             raise CheckpointError(
-                f"{header.path}: tensor {name!r} is at offset {info.offset:,}, which is not a multiple of {alignment}"
+                f"{header.path}: tensor {name!r} is at offset {info.offset:,}, "
+                f"which is not a multiple of the alignment, {alignment}"
             )
         if info.offset < end_before:
             raise CheckpointError(f"{header.path}: tensors {before!r} and {name!r} overlap")
@@ -322,10 +333,12 @@ def _dequantised(name: str, info: TensorInfo, reader: ByteReader) -> NDArray[np.
     kind = GGMLQuantizationType[info.dtype]
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if not _is_dequantisable(dequantize, kind, block_bytes):
-        works = [k.name for k, (_, size) in GGML_QUANT_SIZES.items() if _is_dequantisable(dequantize, k, size)]
+        works = [
+            k.name for k, (_, size) in GGML_QUANT_SIZES.items() if _is_dequantisable(dequantize, k, size)
+        ]
         raise CheckpointError(
-            f"tensor {name!r} in {info.file} is stored as {info.dtype}, which the gguf package cannot turn into "
-            f"numbers; what works: F64, {', '.join(works)}"
+            f"tensor {name!r} in {info.file} is stored as {info.dtype}, which the gguf package cannot turn "
+            f"into weights; what works: F64, {', '.join(works)}"
         )
     out = np.empty(math.prod(info.shape), dtype=np.float32)
     step = max(1, BLOCK_ELEMENTS // block)  # blocks

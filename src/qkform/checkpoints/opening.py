@@ -8,7 +8,7 @@ from typing import Any
 
 from qkform.checkpoints.base import ByteReader, Checkpoint, opening, read_config, regular_file
 from qkform.checkpoints.safetensors import SafetensorsCheckpoint, read_index
-from qkform.errors import SourceError
+from qkform.errors import CheckpointError, SourceError
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _UNREAD = (".bin", ".pt", ".pth", ".onnx", ".npz", ".h5", ".msgpack", ".ckpt")
@@ -24,7 +24,7 @@ def open_checkpoint(path: Path, source: str | None = None) -> Checkpoint:
         is_folder = path.is_dir()
         exists = path.exists() or path.is_symlink()
     except (OSError, ValueError) as error:
-        raise SourceError(f"cannot read {source[:200]!r}: {error}") from None
+        raise SourceError(f"cannot read {source[:200]!r}: {getattr(error, 'strerror', None) or error}") from None
     if not exists:
         raise SourceError(f"no file or folder named {source!r}{_hint(source)}")
     return _open_folder(path, source) if is_folder else _open_file(path, source)
@@ -109,7 +109,11 @@ def _one_set_of_shards(names: list[str]) -> bool:
 def _open_index(path: Path, source: str, reader: ByteReader) -> Checkpoint:
     places = read_index(path, reader)
     config, config_path = _config_beside(path.parent, reader)
-    return SafetensorsCheckpoint(source, sorted(set(places.values())), reader, config, config_path, places)
+    files = sorted(set(places.values()))
+    try:
+        return SafetensorsCheckpoint(source, files, reader, config, config_path, places)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} (shards as in {path.name})") from None
 
 
 def _open_gguf(path: Path, source: str, reader: ByteReader) -> Checkpoint:

@@ -1,0 +1,39 @@
+# Everything a person or a CI machine runs. Needs Python 3.11 or newer, make and the package registry.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+JOBS ?= 2
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all check bench docs clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+# The stamp is written last: an interrupted set-up starts again.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable ".[dev]"
+	touch $(STAMP)
+
+setup: $(STAMP)  ## environment with everything the tests and commands need, sample models included
+	$(BIN)/qkform samples
+
+demo: setup  ## scan two real models and write qkform-demo.html
+	$(BIN)/qkform demo
+
+test: setup  ## the tests (at most 12 minutes on two cores)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+
+test-all: setup  ## every test
+	$(BIN)/python -m pytest -n $(JOBS)
+
+check: $(STAMP)  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: setup  ## benchmarks, as ratios within one run
+	$(BIN)/python benchmarks/scan.py
+
+clean:  ## remove the environment and everything generated
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,188 @@
+"""A table of scores for the terminal: one line per layer, small bars, medians, the null band."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from qkform.records import ModelScores, Row, median_of, null_band, values
+from qkform.report.reading import mask_words, reading, signed
+
+BAR = 6  # cells on each side of zero
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def renderables(model: ModelScores, *, width: int, unicode: bool = True) -> Iterator[Any]:
+    """What rich prints for one model: a heading, a table per list of layers, and a reading.
+
+    `width` in columns; from 96 on it holds every column, below 76 the bars go. `unicode=False` draws with ASCII.
+    """
+    from rich.text import Text
+
+    heading = Text()
+    heading.append(_one_line(model.source), style="bold")
+    heading.append(
+        f"  {model.model_type or 'unknown type'}, {model.format}, {_bytes(model.bytes_read)} read"
+        f" in {model.wall_seconds:.1f} s",
+        style="dim",
+    )
+    yield heading
+    for (component, attention), rows in _groups(model).items():
+        yield _table(component, attention, rows, width=width, unicode=unicode)
+    yield Text(reading(model))
+    yield Text(_null_words(model), style="dim")
+    for entry in model.skipped[:10]:
+        yield Text(f"not scored: {_one_line(entry['module'])}: {_one_line(entry['reason'])}", style="dim")
+    if len(model.skipped) > 10:
+        yield Text(f"not scored: {len(model.skipped) - 10} more, listed in --format json", style="dim")
+    yield Text("")
+
+
+def bar(value: float | None, *, unicode: bool = True, cells: int = BAR) -> str:
+    """A bar from the middle: to the right for positive, to the left for negative values; 2 * cells + 1 wide."""
+    middle = "│" if unicode else "|"
+    if value is None:
+        return " " * cells + " " + " " * cells
+    eighths = round(min(abs(value), 1.0) * cells * 8)
+    if not unicode:
+        length = round(eighths / 8)
+        ink = "#" * length
+    elif value >= 0:
+        ink = "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
+    else:  # there are no blocks that fill from the right: whole cells and a half one
+        ink = ("▐" if eighths % 8 >= 4 else "") + "█" * (eighths // 8)
+    if value >= 0:
+        return " " * cells + middle + ink.ljust(cells)
+    return ink.rjust(cells) + middle + " " * cells
+
+
+def _groups(model: ModelScores) -> dict[tuple[str, str], list[Row]]:
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in model.rows:
+        groups.setdefault((row["component"], row["attention"]), []).append(row)
+    return groups
+
+
+def _table(component: str, attention: str, rows: list[Row], *, width: int, unicode: bool) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    layers = [r for r in rows if r["head"] is None]
+    by_layer: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["head"] is not None:
+            by_layer.setdefault(row["module"], []).append(row)
+    columns = _columns(layers, by_layer, cross=attention == "cross", width=width, unicode=unicode)
+    table = Table(
+        title=f"{_one_line(component) or 'the model'}: {attention}-attention, {mask_words(layers)}",
+        title_justify="left",
+        title_style="",
+        box=box.SIMPLE_HEAD if unicode else box.ASCII2,
+        pad_edge=False,
+        padding=(0, 1),
+        show_footer=True,
+        highlight=False,
+    )
+    for column in columns:
+        table.add_column(column.name, column.footer, justify=column.justify, no_wrap=column.name != "")
+    for row in layers:
+        table.add_row(*(column.cell(row) for column in columns))
+    return table
+
+
+@dataclass(frozen=True)
+class _Column:
+    name: str
+    footer: str
+    cell: Callable[[Row], str]
+    justify: Literal["left", "right"] = "right"
+
+
+def _columns(
+    layers: list[Row], by_layer: dict[str, list[Row]], *, cross: bool, width: int, unicode: bool
+) -> list[_Column]:
+    """The columns that fit; their footers are the median over layers, and the range below it."""
+    bars, more = width >= 76, width >= 96
+
+    def score(name: str) -> _Column:
+        found = values(layers, name)
+        span = f"{signed(min(found))} to {signed(max(found))}" if found else "–"
+        if not bars:
+            return _Column(name[:9], signed(median_of(layers, name)), lambda r: signed(r[name]))
+        footer = f"{signed(median_of(layers, name)):>6}\n{span}"
+        return _Column(
+            name, footer, lambda r: f"{signed(r[name]):>6} {bar(r[name], unicode=unicode)}", justify="left"
+        )
+
+    def plain(title: str, name: str, shown: Callable[[float | None], str]) -> _Column:
+        return _Column(title, shown(median_of(layers, name)), lambda r: shown(r[name]))
+
+    heads = [row for rows in by_layer.values() for row in rows]
+    columns = [_Column("layer", "median\nrange" if bars else "median", _layer_name)]
+    if not cross:
+        columns += [
+            score("symmetry"),
+            plain("z", "symmetry_z", lambda v: signed(v, 0)),
+            _Column(
+                "heads",
+                signed(median_of(heads, "symmetry")),
+                lambda r: signed(median_of(by_layer.get(r["module"], []), "symmetry")),
+            ),
+        ]
+    columns.append(score("directionality"))
+    if width >= 60:
+        columns.append(plain("rank", "effective_rank", _number))
+    if more and not cross:
+        columns.append(plain("attracts", "positive_energy", lambda v: signed(v, 2)))
+    if more:
+        columns.append(plain("norm", "norm", _number))
+    if any(_remark(row) for row in layers):
+        columns.append(_Column("", "", _remark, justify="left"))
+    return columns
+
+
+def _layer_name(row: Row) -> str:
+    shared = row["shared_by"]
+    return f"{shared[0]}..{shared[-1]}" if shared and len(shared) > 1 else str(row["layer"])
+
+
+def _remark(row: Row) -> str:
+    if row["symmetry"] is None and row["attention"] == "self":
+        return str(row["reason"])
+    return " ".join(row["flags"])
+
+
+def _null_words(model: ModelScores) -> str:
+    rows = [r for r in model.layers if r["symmetry"] is not None]
+    if not rows:
+        return "Cross-attention has no symmetry: its two sides read different sequences."
+    bands = [b for b in map(null_band, rows) if b is not None]
+    if not bands:
+        return ""
+    low, high = min(b[0] for b in bands), max(b[1] for b in bands)
+    return (
+        f"Random weights of this size: symmetry {signed(low)} to {signed(high)} (mean -+ 2 std). "
+        "Directionality below 0: the key side dominates. A score says nothing about the mask."
+    )
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
+
+
+def _bytes(n: int) -> str:
+    size = float(n)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _one_line(text: str, length: int = 160) -> str:
+    """Names come from the file: control characters, which could move the cursor, are shown and not obeyed."""
+    clean = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+    return clean if len(clean) <= length else clean[: length - 1] + "…"

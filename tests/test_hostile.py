@@ -1,0 +1,348 @@
+"""Damaged and hostile input: exit code 2, one clear message, bounded time and memory, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.conftest import BERT_CONFIG, bert_tensors
+
+MEMORY = 2 * 2**30  # address space for a scan of a small file
+SECONDS = 30
+
+
+def scan(source, *extra, cwd):
+    """Run the real command in its own process, with bounded memory and time."""
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+    return subprocess.run(
+        [sys.executable, "-m", "qkform", "scan", str(source), *extra],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        preexec_fn=limit,  # noqa: PLW1509
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
+def refused(source, *words, cwd, extra=()):
+    """The scan fails with code 2 and one line that holds every one of `words`; nothing is left behind."""
+    before = sorted(cwd.rglob("*"))
+    run = scan(source, "--html", "page.html", "--out", "rows.csv", *extra, cwd=cwd)
+    assert run.returncode == 2, (run.returncode, run.stdout[-500:], run.stderr[-2000:])
+    lines = run.stderr.strip().splitlines()
+    assert len(lines) == 1, run.stderr[-2000:]
+    assert len(lines[0]) < 3000
+    for word in words:
+        assert word in lines[0], lines[0]
+    assert "Traceback" not in run.stderr
+    assert run.stdout == ""
+    assert sorted(cwd.rglob("*")) == before
+    return lines[0]
+
+
+def raw(header: object, data: bytes = b"", *, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder with a good config and whatever the test writes as model.safetensors."""
+    path = tmp_path / "m"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(BERT_CONFIG))
+    return path
+
+
+NAME = "encoder.layer.0.attention.self.query.weight"
+
+
+def entry(shape, begin, end, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+FILES = {
+    "empty": (b"", "too short"),
+    "a few bytes": (b"abc", "too short"),
+    "header longer than the file": (raw({}, length=10**9), "truncated"),
+    "header longer than any file": (raw({}, length=2**63), "truncated"),
+    "not json": (raw(b"{this is no json"), "safetensors"),
+    "json list": (raw([1, 2]), "safetensors"),
+    "json number": (raw(b"1e999"), "safetensors"),
+    "nested 200,000 deep": (raw(b'{"a":' * 200_000 + b"1" + b"}" * 200_000), "safetensors"),
+    "nested lists": (raw(b"[" * 200_000), "safetensors"),
+    "truncated data": (raw({NAME: entry([12, 12], 0, 576)}, b"\0" * 100), "safetensors"),
+    "trailing data": (raw({NAME: entry([12, 12], 0, 576)}, b"\0" * 600), "safetensors"),
+    "overlap": (raw({NAME: entry([2, 2], 0, 16), "b": entry([2, 2], 8, 24)}, b"\0" * 24), "safetensors"),
+    "hole": (raw({NAME: entry([2, 2], 0, 16), "b": entry([2, 2], 24, 40)}, b"\0" * 40), "safetensors"),
+    "negative offsets": (raw({NAME: entry([2, 2], -16, 0)}, b"\0" * 16), "safetensors"),
+    "offsets reversed": (raw({NAME: entry([2, 2], 16, 0)}, b"\0" * 16), "safetensors"),
+    "offsets outside": (raw({NAME: entry([2, 2], 2**62, 2**62 + 16)}, b"\0" * 16), "safetensors"),
+    "offsets as words": (raw({NAME: {"dtype": "F32", "shape": [1], "data_offsets": ["a", "b"]}}), "safetensors"),
+    "absurd shape": (raw({NAME: entry([2**40, 2**40], 0, 16)}, b"\0" * 16), "safetensors"),
+    "negative shape": (raw({NAME: entry([-2, -2], 0, 16)}, b"\0" * 16), "safetensors"),
+    "shape against bytes": (raw({NAME: entry([3, 3], 0, 16)}, b"\0" * 16), "safetensors"),
+    "unknown dtype": (raw({NAME: entry([2, 2], 0, 16, "Q7")}, b"\0" * 16), "safetensors"),
+    "no tensors": (raw({}), "no tensor fits"),
+    "lfs pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "git lfs pull"),
+    "html error page": (b"<!DOCTYPE html><html><body>Not found</body></html>", "safetensors"),
+    "zero sized": (raw({NAME: entry([0, 12], 0, 0), NAME.replace("query", "key"): entry([0, 12], 0, 0)}), "shape"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_bad_safetensors_file_is_refused(case, folder, tmp_path):
+    content, word = FILES[case]
+    (folder / "model.safetensors").write_bytes(content)
+    refused(folder, word, "m", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("keep", [7, 8, 100, 1000, 2000])
+def test_a_truncated_file_is_refused(keep, folder, tmp_path):
+    save_file(bert_tensors(np.random.default_rng(0)), folder / "model.safetensors")
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:keep])
+    refused(folder, "model.safetensors", cwd=tmp_path)
+
+
+CONFIGS = {
+    "not json": ("{model_type: bert", "not JSON"),
+    "nested": ('{"a":' * 200_000, "JSON" if sys.version_info >= (3, 13) else "nested"),
+    "a list": ("[1]", "object"),
+    "not utf-8": (b"\xff\xfe\xfa", "JSON"),
+    "lfs pointer": ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    "no model_type": ('{"hidden_size": 12}', "no model_type"),
+    "model_type a number": ({**BERT_CONFIG, "model_type": 3}, "expected a name"),
+    "unknown model_type": ({**BERT_CONFIG, "model_type": "zzz"}, "no layout for model_type 'zzz'"),
+    "another family": ({**BERT_CONFIG, "model_type": "gpt2"}, "no tensor fits"),
+    "heads 0": ({**BERT_CONFIG, "num_attention_heads": 0}, "num_attention_heads is 0"),
+    "heads negative": ({**BERT_CONFIG, "num_attention_heads": -3}, "num_attention_heads is -3"),
+    "heads a string": ({**BERT_CONFIG, "num_attention_heads": "3"}, "num_attention_heads is '3'"),
+    "heads a fraction": ({**BERT_CONFIG, "num_attention_heads": 3.0}, "num_attention_heads is 3.0"),
+    "heads true": ({**BERT_CONFIG, "num_attention_heads": True}, "num_attention_heads is True"),
+    "heads no divisor": ({**BERT_CONFIG, "num_attention_heads": 5}, "5"),
+    "heads huge": ({**BERT_CONFIG, "num_attention_heads": 10**30}, "num_attention_heads"),
+    "heads missing": ({"model_type": "bert"}, "--heads"),
+    "heads a list": ({**BERT_CONFIG, "num_attention_heads": []}, "num_attention_heads"),
+    "width contradicts": ({**BERT_CONFIG, "hidden_size": 16}, "hidden_size is 16"),
+    "flag a word": ({**BERT_CONFIG, "is_decoder": "yes"}, "is_decoder"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_bad_config_is_refused(case, folder, tmp_path):
+    content, word = CONFIGS[case]
+    save_file(bert_tensors(np.random.default_rng(0)), folder / "model.safetensors")
+    if isinstance(content, bytes):
+        (folder / "config.json").write_bytes(content)
+    else:
+        (folder / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    refused(folder, word, "config.json" if "family" not in case and "unknown" not in case else "", cwd=tmp_path)
+
+
+def llama(d=12, heads=4, kv=2, head_dim=3):
+    rng = np.random.default_rng(0)
+    path = "model.layers.0.self_attn"
+    return {
+        f"{path}.q_proj.weight": rng.normal(size=(heads * head_dim, d)).astype(np.float32),
+        f"{path}.k_proj.weight": rng.normal(size=(kv * head_dim, d)).astype(np.float32),
+    }
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 3,
+    "num_hidden_layers": 1,
+}
+CONTRADICTIONS = {
+    "kv heads no divisor": ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
+    "kv heads 0": ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+    "kv heads of another model": ({"num_key_value_heads": 4}, "k_proj.weight"),
+    "head_dim of another model": ({"head_dim": 6}, "head_dim 6"),
+    "heads of another model": ({"num_attention_heads": 8}, "num_attention_heads is 8"),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_head_counts_that_contradict_the_shapes_are_refused(case, folder, tmp_path):
+    change, word = CONTRADICTIONS[case]
+    save_file(llama(), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **change}))
+    refused(folder, word, "config.json", cwd=tmp_path)
+
+
+def test_a_key_matrix_of_another_width_is_refused(folder, tmp_path):
+    tensors = llama()
+    name = "model.layers.0.self_attn.k_proj.weight"
+    tensors[name] = np.ones((6, 10), dtype=np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    refused(folder, "k_proj.weight", "10", cwd=tmp_path)
+
+
+def test_a_projection_that_is_no_matrix_is_refused(folder, tmp_path):
+    tensors = bert_tensors(np.random.default_rng(0))
+    tensors[NAME] = np.ones(144, dtype=np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    refused(folder, NAME, "(144,)", cwd=tmp_path)
+
+
+def test_a_bias_of_the_wrong_length_is_refused(folder, tmp_path):
+    tensors = bert_tensors(np.random.default_rng(0))
+    tensors[NAME.replace("weight", "bias")] = np.ones(7, dtype=np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    refused(folder, "query.bias", "(7,)", cwd=tmp_path)
+
+
+def test_integer_weights_are_refused_by_name(folder, tmp_path):
+    tensors = bert_tensors(np.random.default_rng(0))
+    tensors[NAME] = np.ones((12, 12), dtype=np.int8)
+    save_file(tensors, folder / "model.safetensors")
+    refused(folder, NAME, "I8", cwd=tmp_path)
+
+
+INDEXES = {
+    "missing shard": ({"weight_map": {NAME: "model-00002-of-00002.safetensors"}}, "model-00002-of-00002.safetensors"),
+    "outside by dots": ({"weight_map": {NAME: "../secret.safetensors"}}, "plain file name"),
+    "outside by root": ({"weight_map": {NAME: "/etc/hostname"}}, "plain file name"),
+    "outside by backslash": ({"weight_map": {NAME: "..\\secret.safetensors"}}, "plain file name"),
+    "null byte": ({"weight_map": {NAME: "a\0b"}}, "plain file name"),
+    "dot": ({"weight_map": {NAME: "."}}, "plain file name"),
+    "no string": ({"weight_map": {NAME: 5}}, "plain file name"),
+    "no map": ({"metadata": {}}, "weight_map"),
+    "a list": ([1], "weight_map"),
+    "not json": ("{", "not JSON"),
+    "nested": ("[" * 200_000, "index"),
+    "tensor not in its shard": ({"weight_map": {"x.weight": "part.safetensors"}}, "x.weight"),
+    "lfs pointer": ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+}
+
+
+@pytest.mark.parametrize("case", INDEXES)
+def test_a_bad_index_is_refused(case, folder, tmp_path):
+    content, word = INDEXES[case]
+    save_file(bert_tensors(np.random.default_rng(0)), folder / "part.safetensors")
+    (tmp_path / "secret.safetensors").write_bytes((folder / "part.safetensors").read_bytes())
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / "model.safetensors.index.json").write_text(text)
+    refused(folder, word, "index.json", cwd=tmp_path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    refused("nothing-here", "nothing-here", cwd=tmp_path)
+
+
+def test_a_hub_id_says_how_to_fetch_it(tmp_path):
+    refused("org/model", "hf download org/model", cwd=tmp_path)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    refused("m", "no weights", cwd=tmp_path)
+
+
+def test_a_folder_with_only_a_pickle_says_what_would_work(tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "pytorch_model.bin").write_bytes(b"PK")
+    refused("m", "pytorch_model.bin", "safetensors", cwd=tmp_path)
+
+
+def test_things_that_are_no_files_are_refused_without_being_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    refused("pipe.safetensors", "not a regular file", cwd=tmp_path)
+    refused("/dev/zero", "not a regular file", cwd=tmp_path)
+    (tmp_path / "gone.safetensors").symlink_to(tmp_path / "nowhere")
+    refused("gone.safetensors", "link", cwd=tmp_path)
+    refused("x" * 5000, "x", cwd=tmp_path)
+
+
+def test_a_config_that_is_a_pipe_is_refused(folder, tmp_path):
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    save_file(bert_tensors(np.random.default_rng(0)), folder / "model.safetensors")
+    refused(folder, "config.json", cwd=tmp_path)
+
+
+def test_several_models_in_one_folder_ask_for_a_name(folder, tmp_path):
+    for name in ("a.safetensors", "b.safetensors"):
+        save_file(bert_tensors(np.random.default_rng(0)), folder / name)
+    refused(folder, "a.safetensors", "b.safetensors", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("junk", [b"GGUF", b"GGUF" + b"\xff" * 500, b"GGUF\x03\0\0\0" + b"\xff" * 16])
+def test_garbage_gguf_is_refused(junk, tmp_path):
+    (tmp_path / "bad.gguf").write_bytes(junk)
+    refused("bad.gguf", "bad.gguf", cwd=tmp_path)
+
+
+def test_an_unknown_layout_lists_candidates_and_flags(folder, tmp_path):
+    tensors = {f"blocks.{i}.mixer.wq.weight": np.ones((8, 8), dtype=np.float32) for i in range(3)}
+    tensors |= {f"blocks.{i}.mixer.wk.weight": np.ones((4, 8), dtype=np.float32) for i in range(3)}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").unlink()
+    refused(folder, "blocks.{layer}.mixer.wq.weight (8, 8) x 3", "--heads", "--q", "--k", cwd=tmp_path)
+
+
+def test_hostile_names_cannot_move_the_cursor_or_fill_the_screen(folder, tmp_path):
+    tensors = {f"\x1b[2J{'x' * 100_000}.{i}.attn.weight": np.ones((2, 2), dtype=np.float32) for i in range(200)}
+    save_file(tensors, folder / "model.safetensors")
+    line = refused(folder, "no tensor fits", cwd=tmp_path)
+    assert "\x1b" not in line
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_weights_are_rows_of_nulls_with_a_reason_and_a_warning(bad, folder, tmp_path):
+    tensors = bert_tensors(np.random.default_rng(0))
+    tensors[NAME][0, 0] = bad  # row 0 is head 0
+    tensors["encoder.layer.1.attention.self.key.weight"][4:8] = 0.0  # head 1
+    save_file(tensors, folder / "model.safetensors")
+    run = scan(folder, "--format", "json", cwd=tmp_path)
+    assert run.returncode == 0
+    rows = json.loads(run.stdout)["models"][0]["rows"]
+    by_place = {(r["layer"], r["head"]): r for r in rows}
+    scores = ("symmetry", "symmetry_z", "directionality", "row_excess", "effective_rank", "positive_energy")
+    for place in [(0, None), (0, 0), (1, 1)]:
+        assert all(by_place[place][s] is None for s in scores)
+    assert by_place[0, 0]["reason"] == by_place[0, None]["reason"] == "W_Q holds NaN or infinity"
+    assert by_place[1, 1]["reason"] == "W_K is all zero"
+    assert by_place[1, 1]["norm"] == 0.0
+    for place in [(0, 1), (0, 2), (1, None), (1, 0), (1, 2)]:
+        assert all(by_place[place][s] is not None for s in scores)
+        assert by_place[place]["reason"] is None
+    assert run.stderr.count("warning:") == 2
+    assert "Traceback" not in run.stderr
+
+
+def test_of_several_sources_the_good_are_reported_and_the_bad_listed(folder, tmp_path):
+    save_file(bert_tensors(np.random.default_rng(0)), folder / "model.safetensors")
+    run = subprocess.run(
+        [sys.executable, "-m", "qkform", "scan", "nope", "m", "gone/", "--format", "json", "--out", "rows.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    document = json.loads(run.stdout)
+    assert run.returncode == 2
+    assert [m["source"] for m in document["models"]] == ["m"]
+    assert [e["source"] for e in document["errors"]] == ["nope", "gone/"]
+    assert run.stderr.count("error:") == 2
+    assert json.loads((tmp_path / "rows.json").read_text()) == document
