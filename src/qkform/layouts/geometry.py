@@ -19,7 +19,8 @@ class Overrides:
     head_dim: int | None = None
 
     def __post_init__(self) -> None:
-        for flag, value in (("--heads", self.heads), ("--kv-heads", self.kv_heads), ("--head-dim", self.head_dim)):
+        given = {"--heads": self.heads, "--kv-heads": self.kv_heads, "--head-dim": self.head_dim}
+        for flag, value in given.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{flag} is {value}; it must be at least 1")
 
@@ -57,7 +58,9 @@ class Scope:
             value = self.config.get(key)
             if isinstance(value, (list, tuple)):
                 if not 0 <= layer < len(value):
-                    raise ConfigError(f"{self.where}: {key} has {len(value)} entries and there is a layer {layer}")
+                    raise ConfigError(
+                        f"{self.where}: {key} has {len(value)} entries and there is a layer {layer}"
+                    )
                 value = value[layer]
             if value is None:
                 continue
@@ -75,13 +78,14 @@ def geometry(
     q: tuple[str, int, int],  # tensor name, outputs, inputs
     k: tuple[str, int, int],
 ) -> Geometry:
-    """Heads, kv heads and head size of one layer; ConfigError where config, flags and shapes contradict each other."""
+    """Heads, kv heads and head size of one layer; ConfigError where config, flags and shapes disagree."""
     q_name, q_out, q_in = q
     k_name, k_out, _ = k
     heads = _asked(overrides.heads, "--heads") or scope.count(rule.heads, layer)
     if heads is None:
         raise ConfigError(
-            f"{scope.where} does not say how many heads there are (looked for {', '.join(rule.heads)}); pass --heads"
+            f"{scope.where} does not say how many heads there are (looked for {', '.join(rule.heads)}); "
+            "pass --heads"
         )
     kv_heads = _asked(overrides.kv_heads, "--kv-heads") or scope.count(rule.kv_heads, layer) or heads
     head_dim = _asked(overrides.head_dim, "--head-dim") or scope.count(rule.head_dim, layer)
@@ -93,7 +97,8 @@ def geometry(
     n, g = heads[1], kv_heads[1]
     if n % g:
         raise ConfigError(
-            f"{scope.where}: {heads[0]} is {n} and {kv_heads[0]} is {g}: query heads cannot share key heads evenly"
+            f"{scope.where}: {heads[0]} is {n} and {kv_heads[0]} is {g}: "
+            "query heads cannot share key heads evenly"
         )
     if rule.fused and rule.order == "q|k|v":
         parts, words = n + 2 * g, f"{n} query, {g} key and {g} value heads"

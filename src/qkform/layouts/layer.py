@@ -46,8 +46,10 @@ class AttentionLayer:
     d_model: int
     d_head: int
     flags: tuple[str, ...]
-    norm: str | None  # tensor path of the norm whose output the projections read; None where there is none
-    norm_kind: str  # "layer", "rms", "rms, gain 1 + weight", "post" (no norm of its own feeds it) or "unknown"
+    norm: str | None  # tensor path of the norm whose output the projections read; None if there is none
+    # "layer", "rms", "rms, gain 1 + weight", "post" (the input is also the residual), "none" (the same, in a
+    # layer of a pre-norm model that has no norm of its own) or "unknown"
+    norm_kind: str
     q: Stored = field(repr=False)
     k: Stored = field(repr=False)
     read: Callable[[str], Array] = field(repr=False, compare=False)
@@ -56,24 +58,15 @@ class AttentionLayer:
     def form(self) -> BilinearForm:
         """The query-key form of this layer, as stored: no norm gain, no rotary offset."""
         try:
-            w_q, b_q = self._projection(self.q, self.n_heads)
-            if self.k.weight == self.q.weight:
-                w_k, b_k = self._projection(self.k, self.n_kv_heads, held=self._fused)
-            else:
-                w_k, b_k = self._projection(self.k, self.n_kv_heads)
-            self.__dict__.pop("_fused", None)
+            weight = self.read(self.q.weight)
+            w_q, b_q = self._projection(self.q, self.n_heads, weight)
+            weight = weight if self.k.weight == self.q.weight else self.read(self.k.weight)
+            w_k, b_k = self._projection(self.k, self.n_kv_heads, weight)
             return BilinearForm(w_q, w_k, b_q=b_q, b_k=b_k)
         except QKFormError as error:
             raise type(error)(f"{self.module}: {error}") from None
 
-    def _projection(
-        self, stored: Stored, heads: int, held: dict[str, Array] | None = None
-    ) -> tuple[Array, Array | None]:
-        held = {} if held is None else held
-        weight = held.get(stored.weight)
-        if weight is None:
-            weight = self.read(stored.weight)
-        self.__dict__["_fused"] = {stored.weight: weight}
+    def _projection(self, stored: Stored, heads: int, weight: Array) -> tuple[Array, Array | None]:
         if stored.transposed:
             weight = weight.T  # (out, in)
         w = np.swapaxes(self._take(weight, stored, heads), 1, 2)  # (heads, d_model, d_head), a view

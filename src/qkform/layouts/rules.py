@@ -2,15 +2,18 @@
 
 A file holds `[members]` (model_type = overrides) and one `[[attention]]` per kind of attention:
 
-    module      path of the attention module; {layer} is its number, ** any path in between, anything may stand before
+    module      path of the attention module; {layer} is its number, ** any path in between or at the end;
+                anything may stand before it
     q, k        names of the projections inside the module, or
     fused       name of the tensor that holds both, with `order`: "q|k|v" or "heads x [q|k|v]"
     transposed  true for Conv1D: stored (in, out)
     heads, kv_heads, head_dim, d_model, layers     config keys, the first that is there counts
     config      sub-config that holds them (the config itself where it is absent)
     attention   "self" or "cross"
-    mask        "causal", "bidirectional" or "unknown"; causal_if / bidirectional_if name a config flag that decides
-    norm        the norm whose output the projections read, from the layer's path; norm_kind its kind, see `AttentionLayer`
+    mask        "causal", "bidirectional" or "unknown"
+    causal_if, bidirectional_if        config flag that decides the mask
+    norm        the norm whose output the projections read, from the layer's path
+    norm_kind   its kind, see `AttentionLayer`
     pre_norm_if config flag; where it is false the block is post-norm
     qk_norm     names in the module that show a norm on queries and keys
     shared      "albert": a group's weights serve several layers
@@ -126,7 +129,7 @@ def _rule(member: str, entry: Mapping[str, Any], name: str) -> Rule:
     unknown = set(entry) - known
     if unknown:
         raise LayoutError(f"{name}: unknown keys {sorted(unknown)} for {member}")
-    values = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items()}
+    values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items()}
     rule = Rule(family=member, **values)
     if not (rule.fused or (rule.q and (rule.k or rule.kv_fused))):
         raise LayoutError(f"{name}: {member} names neither `fused` nor `q` and `k`")
@@ -146,8 +149,11 @@ def bias_of(weight: str) -> str:
 def module_pattern(module: str) -> re.Pattern[str]:
     """A module path with {layer}, {inner} and ** as a pattern that allows any path before it."""
     out = []
-    for part in module.split("."):
+    parts = module.split(".")
+    for i, part in enumerate(parts):
         match part:
+            case "**" if i == len(parts) - 1:
+                out.append(".*")
             case "**":
                 out.append(r"(?:[^.]+\.)*?")
             case "{layer}":

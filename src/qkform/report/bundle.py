@@ -1,6 +1,6 @@
-"""The Vega javascript (vega, vega-lite, vega-embed) as one text, made by vl-convert and kept in a cache folder.
+"""The Vega javascript (vega, vega-lite, vega-embed) as one text, made by vl-convert, kept in a cache folder.
 
-Making it takes seconds. The cache is only ever a help: one that cannot be read, written or trusted is passed over.
+Making it takes seconds. The cache is only a help: one that cannot be read, written or trusted is passed over.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from contextlib import suppress
+from importlib.metadata import version as package_version
 from pathlib import Path
 
 from qkform.errors import QKFormError
@@ -17,17 +18,15 @@ from qkform.records import write_whole
 def javascript(cache_folder: str | os.PathLike[str] | None = None) -> str:
     """An ES module, about 0.9 MB, that sets window.vegaEmbed, window.vega and window.vegaLite.
 
-    `cache_folder` defaults to `default_cache()`. The file there is named for the versions it was made from, and
-    carries the SHA-256 of its text in its first line: a truncated file is made again.
+    `cache_folder` defaults to `default_cache()`. The file there is named for the versions it was made from,
+    and carries the SHA-256 of its text in its first line: a truncated file is made again.
     """
-    import vl_convert
-
     version = vega_lite_version()
     folder = default_cache() if cache_folder is None else Path(cache_folder)
-    cached = folder / f"vega-bundle-{vl_convert.__version__}-{version}.js"
+    cached = folder / f"vega-bundle-{package_version('vl-convert-python')}-{version}.js"
     text = _read(cached)
     if text is None:
-        text = _inlinable(vl_convert.javascript_bundle(vl_version=version))
+        text = _inlinable(_made(version))
         _keep(cached, text)
     return text
 
@@ -51,9 +50,16 @@ def default_cache() -> Path:
     return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "qkform"
 
 
+def _made(version: str) -> str:
+    import vl_convert
+
+    # its type stub leaves out the defaults that its docstring has
+    return vl_convert.javascript_bundle(vl_version=version)  # type: ignore[call-arg]
+
+
 def _inlinable(script: str) -> str:
     """The script so that it may stand inside a <script> element, hashed as the browser will hash it."""
-    # HTML reads CR LF as LF before the browser hashes the text; and nothing in it may end or comment the element
+    # HTML reads CR LF as LF before the browser hashes; and no text in a script may end or comment its element
     text = script.replace("\r\n", "\n").replace("\r", "\n")
     return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 

@@ -1,7 +1,8 @@
 """The charts, one function each: rows in, an altair chart out, for the page, a notebook, a PNG or an SVG.
 
-Rows are those of a `ScoreTable` or of one `ModelScores`; every chart but `plane` takes the rows of one model, one
-component, one kind of attention. `width` is in pixels, or "container" for as wide as the element around it.
+Rows are those of a `ScoreTable` or of one `ModelScores`; every chart but `plane` takes the rows of one model,
+one component, one kind of attention. `width` is in pixels, or "container" for that of the element around it.
+`held_as` names a dataset that is given later (by the page, to all charts at once), in place of the rows.
 No value of a row ever becomes a name, an expression or a title: rows are data and nothing else.
 """
 
@@ -34,7 +35,9 @@ _TITLES = {
     "directionality": "directionality",
     "positive_energy": "attracting share of energy",
 }
+_RANDOM = "random weights ± 2 std"
 _CROSS = "M-1,-1L1,1M-1,1L1,-1"
+_Y_EXTENT = 36  # room for the labels left of every chart, so that layers stand below one another
 _NICE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 
 
@@ -50,6 +53,7 @@ def plane(
     legend: bool = True,
     width: Width = 640,
     height: int = 460,
+    held_as: str | None = None,
 ) -> alt.LayerChart:
     """Symmetry (up) against directionality (across), both [-1, 1]: whole layers large, heads small.
 
@@ -73,7 +77,7 @@ def plane(
             "directionality:Q",
             scale=scale,
             axis=tens,
-            title=["directionality", "← columns (keys) dominate   ·   rows (queries) dominate →"],
+            title="← keys   ·   directionality   ·   queries →",
         ),
         y=alt.Y("symmetry:Q", scale=scale, axis=tens, title="← skew   ·   symmetry   ·   symmetric →"),
         color=colour,
@@ -89,15 +93,22 @@ def plane(
         alt.Chart(alt.InlineData(values=[{"at": 0}])).mark_rule(color=UNDEFINED).encode(**{c: "at:Q"})
         for c in ("x", "y")
     ]
-    chart = alt.layer(*zero, heads, layers, data=_data(rows)).add_params(hidden)
-    words = "Symmetry against directionality, both from -1 to 1; large marks are whole layers, small ones heads."
-    return _finished(chart, words, width, height)
+    chart = alt.layer(*zero, heads, layers).add_params(hidden)
+    words = (
+        "Symmetry against directionality, both from -1 to 1; large marks are whole layers, small ones heads"
+    )
+    return _finished(chart, _data(rows, held_as), words, width, height)
 
 
 def heatmap(
-    rows: Iterable[Mapping[str, Any]], axis: Axis, *, width: Width = 480, height: int | None = None
+    rows: Iterable[Mapping[str, Any]],
+    axis: Axis,
+    *,
+    width: Width = 480,
+    height: int | None = None,
+    held_as: str | None = None,
 ) -> alt.LayerChart:
-    """One cell per layer (across) and head (up): the score as colour, grey with a cross where it is not defined.
+    """One cell per layer (across) and head (down): the score as colour, a grey cross where it is not defined.
 
     The colours span `heatmap_limit(rows, axis)` on both sides of 0.
     """
@@ -108,12 +119,16 @@ def heatmap(
     base = alt.Chart().transform_filter("datum.head !== null")
     base = base.encode(
         x=_layers(title="layer"),
-        y=alt.Y("head:O", title="head", axis=alt.Axis(labelOverlap="greedy", domain=False)),
+        y=alt.Y(
+            "head:O", title="head", axis=alt.Axis(labelOverlap="greedy", labelSeparation=2, domain=False)
+        ),
         tooltip=_tooltip(),
     )
     colour = alt.Color(
         f"{axis}:Q",
-        scale=alt.Scale(domain=[-m, -m / 2, 0, m / 2, m], range=list(DIVERGING[axis]), clamp=True),
+        scale=alt.Scale(
+            domain=[-m, -m / 2, 0, m / 2, m], range=list(DIVERGING[axis]), clamp=True, interpolate="rgb"
+        ),
         legend=alt.Legend(
             title=_TITLES[axis],
             orient="top",
@@ -126,16 +141,18 @@ def heatmap(
     cells = base.transform_filter(f"isValid(datum.{axis})").mark_rect(stroke="white", strokeWidth=0.6)
     undefined = base.transform_filter(f"!isValid(datum.{axis})")
     grey = undefined.mark_rect(color=UNDEFINED, stroke="white", strokeWidth=0.6)
-    cross = undefined.mark_point(shape=_CROSS, size=14, color="white", strokeWidth=1)
-    chart = alt.layer(cells.encode(color=colour), grey, cross, data=_data(rows))
+    cross = undefined.mark_point(shape=_CROSS, size=30, color="white", strokeWidth=1)
+    chart = alt.layer(cells.encode(color=colour), grey, cross)
     n_heads = len({row["head"] for row in rows if row["head"] is not None})
     words = f"Heat map of {axis} per layer and head, colours from -{m:g} to {m:g}."
-    return _finished(chart, words, width, height or min(max(18 * n_heads, 90), 430))
+    return _finished(chart, _data(rows, held_as), words, width, height or min(max(18 * n_heads, 90), 430))
 
 
 def heatmap_limit(rows: Iterable[Row], axis: Axis) -> float:
-    """Where the colours of a heat map end, on both sides of 0: 1 for directionality; for symmetry a round number
-    that 99 in 100 heads stay below (the rest have the end colour), so that small scores show their structure.
+    """Where the colours of a heat map end, on both sides of 0: 1 for directionality.
+
+    For symmetry it is a round number that 99 in 100 heads stay within (the rest have the end colour), so that
+    small scores show their structure.
     """
     if axis == "directionality":
         return 1.0
@@ -153,9 +170,12 @@ def profile(
     colour: str = MODEL_COLOURS[0],
     width: Width = 480,
     height: int = 230,
+    held_as: str | None = None,
 ) -> alt.LayerChart:
-    """Layer by layer: the whole layer (line), its heads (median and range); for symmetry also where random weights
-    lie (the whole layer's null band, mean +- 2 std). Layers without the score have a cross at the foot.
+    """Layer by layer: the whole layer (line) and its heads (median and range).
+
+    For symmetry also where random weights lie: the whole layer's null band, mean +- 2 std. Layers without the
+    score have a cross at the foot.
     """
     import altair as alt
 
@@ -163,7 +183,7 @@ def profile(
     low, high = (-1.0, 1.0) if axis == "directionality" else _domain(rows)
     keys = {"whole layer": colour, "median head": INK, "all heads": "#cbd2d9"}
     if axis == "symmetry":
-        keys["random weights ± 2 std"] = "#f0b429"
+        keys[_RANDOM] = "#f0b429"
     scale = alt.Scale(domain=[low, high], nice=False)
     y_axis = alt.Axis(format="~g", tickCount=5, domain=False)
 
@@ -172,7 +192,11 @@ def profile(
 
     base = alt.Chart().encode(x=_layers(title="layer"))
     heads = base.transform_filter(f"datum.head !== null && isValid(datum.{axis})").transform_aggregate(
-        heads="count()", median=f"median({axis})", least=f"min({axis})", most=f"max({axis})", groupby=["layer"]
+        heads="count()",
+        median=f"median({axis})",
+        least=f"min({axis})",
+        most=f"max({axis})",
+        groupby=["layer"],
     )
     heads = heads.encode(
         tooltip=[
@@ -182,30 +206,36 @@ def profile(
         ]
     )
     whole = base.transform_filter("datum.head === null").encode(tooltip=_tooltip(whole=True))
+    wide = {"band": 0.55}
     parts = [
-        _keyed(heads.mark_bar(width={"band": 0.55}, cornerRadius=2), "all heads", keys).encode(
+        _keyed(heads.mark_bar(width=wide, cornerRadius=2), "all heads", keys).encode(
             y=y("least:Q"), y2="most:Q"
         ),
-        _keyed(heads.mark_tick(thickness=2, orient="horizontal", width={"band": 0.55}), "median head", keys).encode(
+        _keyed(heads.mark_tick(thickness=2, orient="horizontal", width=wide), "median head", keys).encode(
             y=y("median:Q")
         ),
     ]
     if axis == "symmetry":
         band = whole.transform_filter("isValid(datum.null_low)")
-        band = _keyed(band.mark_bar(width={"band": 1}, opacity=0.55, minBandSize=1), "random weights ± 2 std", keys)
+        band = _keyed(band.mark_bar(width={"band": 1}, opacity=0.55, minBandSize=1), _RANDOM, keys)
         parts.insert(1, band.encode(y=y("null_low:Q"), y2="null_high:Q"))
     zero = alt.Chart(alt.InlineData(values=[{"at": 0}])).mark_rule(color=UNDEFINED).encode(y=y("at:Q"))
-    line = whole.mark_line(strokeWidth=2, point=alt.OverlayMarkDef(size=42, filled=True, opacity=1))
+    line = whole.mark_line(strokeWidth=2, point=_dots(rows))
     line = _keyed(line, "whole layer", keys).encode(y=y(f"{axis}:Q"))
-    chart = alt.layer(zero, *parts, line, _absent(whole, axis), data=_data(rows))
+    chart = alt.layer(zero, *parts, line, _absent(whole, axis))
     words = f"Profile of {axis} by layer: whole layer as a line, median and range over heads as bars."
-    return _finished(chart, words, width, height)
+    return _finished(chart, _data(rows, held_as), words, width, height)
 
 
 def signature(
-    rows: Iterable[Mapping[str, Any]], *, colour: str = MODEL_COLOURS[0], width: Width = 480, height: int = 230
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    colour: str = MODEL_COLOURS[0],
+    width: Width = 480,
+    height: int = 230,
+    held_as: str | None = None,
 ) -> alt.LayerChart:
-    """Layer by layer, the attracting share of the symmetric part's energy, [0, 1]: heads as dots, the layer as a line."""
+    """Layer by layer, the attracting share of the symmetric energy, [0, 1]: layers a line, heads dots."""
     import altair as alt
 
     rows = points(rows)
@@ -223,23 +253,24 @@ def signature(
     dots = _keyed(dots, "single head", keys).encode(y=y, tooltip=_tooltip())
     half = alt.Chart(alt.InlineData(values=[{"at": 0.5}])).mark_rule(color=UNDEFINED)
     half = half.encode(y=alt.Y("at:Q", title=_TITLES["positive_energy"]))
-    line = whole.mark_line(strokeWidth=2, point=alt.OverlayMarkDef(size=42, filled=True, opacity=1))
+    line = whole.mark_line(strokeWidth=2, point=_dots(rows))
     line = _keyed(line, "whole layer", keys).encode(y=y)
-    chart = alt.layer(half, dots, line, _absent(whole, "positive_energy"), data=_data(rows))
+    chart = alt.layer(half, dots, line, _absent(whole, "positive_energy"))
     words = "Attracting share of the energy of the symmetric part by layer, from 0 to 1; one half is balance."
-    return _finished(chart, words, width, height)
+    return _finished(chart, _data(rows, held_as), words, width, height)
 
 
-def _data(rows: Sequence[Row]) -> alt.InlineData:
+def _data(rows: Sequence[Row], held_as: str | None) -> Any:
+    """The rows, or the name that stands for them: altair checks every value of rows, which takes its time."""
     import altair as alt
 
-    return alt.InlineData(values=rows)
+    return alt.InlineData(values=rows) if held_as is None else alt.NamedData(name=held_as)
 
 
 def _layers(title: str) -> alt.X:
     import altair as alt
 
-    axis = alt.Axis(labelAngle=0, labelOverlap="greedy", domain=False, grid=False)
+    axis = alt.Axis(labelAngle=0, labelOverlap="greedy", labelSeparation=8, domain=False, grid=False)
     return alt.X("layer:O", title=title, axis=axis, scale=alt.Scale(type="band", paddingInner=0))
 
 
@@ -248,9 +279,19 @@ def _keyed(marks: alt.Chart, name: str, colours: Mapping[str, str]) -> alt.Chart
     import altair as alt
 
     scale = alt.Scale(domain=list(colours), range=list(colours.values()))
-    legend = alt.Legend(title=None, orient="top", columns=2, symbolType="square", symbolSize=70)
+    legend = alt.Legend(
+        title=None, orient="top", columns=2, symbolType="square", symbolSize=70, symbolOpacity=1
+    )
     marks = marks.transform_calculate(mark=f"'{name}'")
     return marks.encode(color=alt.Color("mark:N", scale=scale, legend=legend))
+
+
+def _dots(rows: Sequence[Row]) -> alt.OverlayMarkDef:
+    """The points on a line, smaller where there are many."""
+    import altair as alt
+
+    n_layers = len({row["layer"] for row in rows})
+    return alt.OverlayMarkDef(size=42 if n_layers <= 40 else 14, filled=True, opacity=1)
 
 
 def _absent(whole: alt.Chart, field: str) -> alt.Chart:
@@ -273,7 +314,7 @@ def _domain(rows: Sequence[Row]) -> tuple[float, float]:
 def _tooltip(*, whole: bool = False, named: bool = False) -> list[alt.Tooltip]:
     import altair as alt
 
-    shown = [("source", "model", None)] if named else []
+    shown: list[tuple[str, str, str | None]] = [("source", "model", None)] if named else []
     shown += [("module", "module", None), ("layer", "layer", None)]
     if not whole:
         shown += [("head", "head", None), ("kv_head", "key head", None)]
@@ -297,9 +338,9 @@ def _tooltip(*, whole: bool = False, named: bool = False) -> list[alt.Tooltip]:
     ]
 
 
-def _finished(chart: Any, words: str, width: Width, height: int) -> Any:
+def _finished(chart: Any, data: Any, words: str, width: Width, height: int) -> Any:
     """The look that all charts share. Marks carry no aria text: the table of the page says it better."""
-    return (
+    chart = (
         chart.properties(width=width, height=height, description=words)
         .configure(font=FONT, background="transparent", padding=2, autosize=_fit(width))
         .configure_view(stroke=None)
@@ -317,10 +358,18 @@ def _finished(chart: Any, words: str, width: Width, height: int) -> Any:
             ticks=False,
             labelPadding=5,
         )
+        .configure_axisY(minExtent=_Y_EXTENT)
         .configure_legend(
-            aria=False, labelColor=QUIET, titleColor=INK, titleFontWeight="normal", labelFontSize=11, titleFontSize=12
+            aria=False,
+            labelColor=QUIET,
+            titleColor=INK,
+            titleFontWeight="normal",
+            labelFontSize=11,
+            titleFontSize=12,
         )
     )
+    chart.data = data  # last: altair copies a chart, rows and all, at every step
+    return chart
 
 
 def _fit(width: Width) -> dict[str, str]:

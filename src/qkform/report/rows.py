@@ -7,7 +7,7 @@ not finite, or a text where a number belongs, is null.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,17 @@ POINT_COLUMNS = (*COLUMNS, "null_low", "null_high")
 _LABEL_LENGTH = 48
 
 
+class Points(list[Row]):
+    """Rows that `points` has made."""
+
+
 @dataclass(frozen=True)
 class Group:
     """The rows of one model that are drawn together: one component, one kind of attention."""
 
     component: str
     attention: str
-    rows: Sequence[Row]  # as `points` returns them
+    rows: Points
 
     @property
     def layers(self) -> list[Row]:
@@ -42,20 +46,20 @@ class Group:
         return bool(values(self.rows, column))
 
 
-def points(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
+def points(rows: Iterable[Mapping[str, Any]]) -> Points:
     """Rows as a chart and the table of the page read them.
 
     The columns of `COLUMNS` with finite numbers of six digits, lists as text ("a, b"), `source` where the row
     has one, and in rows of whole layers `null_low` and `null_high`: where random weights would lie (+-2 std).
     """
-    return [_point(row) for row in rows]
+    return rows if isinstance(rows, Points) else Points(_point(row) for row in rows)
 
 
 def groups(model: ModelScores, label: str) -> list[Group]:
     """The model's rows by component and kind of attention, in order of appearance; `source` is `label`."""
-    found: dict[tuple[str, str], list[Row]] = {}
+    found: dict[tuple[str, str], Points] = {}
     for row in points({**row, "source": label} for row in model.rows):
-        found.setdefault((row["component"] or "", row["attention"] or ""), []).append(row)
+        found.setdefault((row["component"] or "", row["attention"] or ""), Points()).append(row)
     return [Group(component, attention, rows) for (component, attention), rows in found.items()]
 
 
@@ -89,6 +93,8 @@ def text(value: Any) -> str:
 
 def _point(row: Mapping[str, Any]) -> Row:
     point = {name: _typed(kind, row.get(name)) for name, kind in COLUMNS.items()}
+    if (point["d_model"] or 0) < 1:
+        point["d_model"] = point["symmetry_z"] = None  # deviations from 1/d mean nothing without d
     point["null_low"], point["null_high"] = _band(point)
     if row.get("source") is not None:
         point["source"] = text(row["source"])
@@ -96,7 +102,7 @@ def _point(row: Mapping[str, Any]) -> Row:
 
 
 def _band(point: Row) -> tuple[float | None, float | None]:
-    if point["head"] is not None or not point["d_model"] or point["d_model"] < 1:
+    if point["head"] is not None:
         return None, None
     low, high = null_band(point) or (None, None)
     return _number(low), _number(high)

@@ -10,6 +10,7 @@ from qkform.records import ModelScores, Row, median_of, null_band, values
 from qkform.report.reading import mask_words, reading, signed
 
 BAR = 6  # cells on each side of zero
+NOTES = 10  # more of them would hide the table
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -32,10 +33,11 @@ def renderables(model: ModelScores, *, width: int, unicode: bool = True) -> Iter
         yield _table(component, attention, rows, width=width, unicode=unicode)
     yield Text(reading(model))
     yield Text(_null_words(model), style="dim")
-    for entry in model.skipped[:10]:
-        yield Text(f"not scored: {_one_line(entry['module'])}: {_one_line(entry['reason'])}", style="dim")
-    if len(model.skipped) > 10:
-        yield Text(f"not scored: {len(model.skipped) - 10} more, listed in --format json", style="dim")
+    notes = _undefined(model)
+    notes += [f"not scored: {_one_line(e['module'])}: {_one_line(e['reason'])}" for e in model.skipped]
+    if len(notes) > NOTES:
+        notes[NOTES:] = [f"and {len(notes) - NOTES} more, listed by --format json"]
+    yield from (Text(note, style="dim") for note in notes)
     yield Text("")
 
 
@@ -75,7 +77,7 @@ def _table(component: str, attention: str, rows: list[Row], *, width: int, unico
             by_layer.setdefault(row["module"], []).append(row)
     columns = _columns(layers, by_layer, cross=attention == "cross", width=width, unicode=unicode)
     table = Table(
-        title=f"{_one_line(component) or 'the model'}: {attention}-attention, {mask_words(layers)}",
+        title=f"{_one_line(component) or 'the model'}: {attention}-attention, {mask_words(layers)}{_shared_flags(layers)}",
         title_justify="left",
         title_style="",
         box=box.SIMPLE_HEAD if unicode else box.ASCII2,
@@ -85,9 +87,11 @@ def _table(component: str, attention: str, rows: list[Row], *, width: int, unico
         highlight=False,
     )
     for column in columns:
-        table.add_column(column.name, column.footer, justify=column.justify, no_wrap=column.name != "")
+        footer = column.footer if unicode else column.footer.replace("–", "-")
+        table.add_column(column.name, footer, justify=column.justify, no_wrap=True)
     for row in layers:
-        table.add_row(*(column.cell(row) for column in columns))
+        cells = [column.cell(row) for column in columns]
+        table.add_row(*(cells if unicode else [cell.replace("–", "-") for cell in cells]))
     return table
 
 
@@ -110,10 +114,13 @@ def _columns(
         span = f"{signed(min(found))} to {signed(max(found))}" if found else "–"
         if not bars:
             return _Column(name[:9], signed(median_of(layers, name)), lambda r: signed(r[name]))
-        footer = f"{signed(median_of(layers, name)):>6}\n{span}"
-        return _Column(
-            name, footer, lambda r: f"{signed(r[name]):>6} {bar(r[name], unicode=unicode)}", justify="left"
-        )
+
+        def cell(row: Row) -> str:
+            if name == "directionality" and "no_outliers" in row["flags"]:
+                return f"{signed(row[name]):>6} no outliers"
+            return f"{signed(row[name]):>6} {bar(row[name], unicode=unicode)}"
+
+        return _Column(name, f"{signed(median_of(layers, name)):>6}\n{span}", cell, justify="left")
 
     def plain(title: str, name: str, shown: Callable[[float | None], str]) -> _Column:
         return _Column(title, shown(median_of(layers, name)), lambda r: shown(r[name]))
@@ -137,8 +144,6 @@ def _columns(
         columns.append(plain("attracts", "positive_energy", lambda v: signed(v, 2)))
     if more:
         columns.append(plain("norm", "norm", _number))
-    if any(_remark(row) for row in layers):
-        columns.append(_Column("", "", _remark, justify="left"))
     return columns
 
 
@@ -147,10 +152,19 @@ def _layer_name(row: Row) -> str:
     return f"{shared[0]}..{shared[-1]}" if shared and len(shared) > 1 else str(row["layer"])
 
 
-def _remark(row: Row) -> str:
-    if row["symmetry"] is None and row["attention"] == "self":
-        return str(row["reason"])
-    return " ".join(row["flags"])
+def _undefined(model: ModelScores) -> list[str]:
+    """Whole layers without a score that they should have, and why."""
+    return [
+        f"no score: {_one_line(row['module'])}: {row['reason']}"
+        for row in model.layers
+        if row["effective_rank"] is None
+    ]
+
+
+def _shared_flags(layers: list[Row]) -> str:
+    """Flags that every layer of a list carries belong into its heading."""
+    flags = [f for f in layers[0]["flags"] if all(f in row["flags"] for row in layers) and f != "no_outliers"]
+    return "".join(f", {flag} (the raw form is scored)" for flag in flags)
 
 
 def _null_words(model: ModelScores) -> str:

@@ -1,1 +1,1 @@
-"""Families of models as data: each .toml file says where its members keep Q and K. `qkform.layouts.rules` reads them."""
+"""Families as data: each .toml file says where its members keep Q and K. `rules` reads them."""

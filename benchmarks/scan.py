@@ -1,0 +1,371 @@
+"""How fast a scan is: against the full-matrix way, against the roofline, at start-up, and in memory.
+
+Ratios within one run, medians, the two sides in turn. Run: python benchmarks/scan.py [--quick] [--json FILE]
+
+* full matrix: every head's W = W_Q W_K^T formed, d x d, and both axes (symmetry, directionality) read from it, heads and layer;
+  ours: the same scores from `BilinearForm`. Weights in memory, float32, stored as a Linear layer stores them.
+* roofline: the operations that the formulas need (a symmetric product counts half), over the rate of a large float32 GEMM
+  in the same run; or the bytes of Q and K over the rate of reading them from a warm file cache; the larger of the two.
+  Compared with reading the layer from its file and scoring both axes.
+* products: the time numpy takes for the same matrix products alone, at their own shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import qkform as qk
+
+SHAPES = {  # d_model, heads, kv heads: the ratio to the full-matrix way that we promise
+    (768, 12, 12): 2.0,
+    (1024, 16, 16): 2.5,
+    (4096, 32, 8): 20.0,
+    (4096, 32, 32): 3.0,
+}
+ROOFLINE = 2.0
+MEMORY_MB = 600.0
+START_SECONDS = 0.5
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def in_turn(works: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Times of each piece of work, one after the other, `rounds` times, after one round to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for i in range(rounds + 1):
+        for name, work in works.items():
+            taken = seconds(work)
+            if i:
+                times[name].append(taken)
+    return times
+
+
+def ratio(above: list[float], below: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+# ---- the full-matrix way ------------------------------------------------------------------------------------------
+
+
+def axes_of_matrix(w: np.ndarray) -> tuple[float, float]:
+    """Symmetry and directionality from W, as one would write it."""
+    square = w * w
+    norm2 = square.sum(dtype=np.float64)
+    symmetry = float((w * w.T).sum(dtype=np.float64) / norm2)
+    excesses = []
+    for axis in (1, 0):
+        norms = np.sqrt(square.sum(axis=axis, dtype=np.float64))
+        threshold = norms.mean() + 2.0 * norms.std(ddof=1)
+        excesses.append(float((norms[norms > threshold] - threshold).sum()))
+    both = excesses[0] + excesses[1]
+    return symmetry, (excesses[0] - excesses[1]) / both if both else 0.0
+
+
+def full_matrix_way(w_q: np.ndarray, w_k: np.ndarray) -> list[tuple[float, float]]:
+    group = w_q.shape[0] // w_k.shape[0]
+    total, out = None, []
+    for h in range(w_q.shape[0]):
+        w = w_q[h] @ w_k[h // group].T
+        out.append(axes_of_matrix(w))
+        total = w if total is None else np.add(total, w, out=total)
+    assert total is not None
+    out.append(axes_of_matrix(total))
+    return out
+
+
+def our_way(form: qk.BilinearForm) -> list[tuple[float, float]]:
+    total = form.total()
+    heads = list(zip(form.symmetry().tolist(), form.directionality().tolist(), strict=True))
+    return [*heads, (float(total.symmetry()[0]), float(total.directionality()[0]))]
+
+
+def operations(d: int, n: int, g: int) -> dict[str, float]:
+    """Floating-point operations of the products that both axes need; G_Q and G_K are symmetric and count half."""
+    k = d // n
+    heads = n * (1 + 2 + 2 + 2) * d * k**2 + g * d * k**2  # G_Q, C, rows, columns; G_K
+    wide = g * k
+    factors = 8.0 * d * wide**2
+    dense = 2.0 * d * d * wide
+    return {"heads": float(heads), "layer": min(factors, dense)}
+
+
+def products_alone(w_q: np.ndarray, w_k: np.ndarray) -> None:
+    """Nothing but the matrix products of the factor formulas, at their shapes, and W for the layer or its factors."""
+    group = w_q.shape[0] // w_k.shape[0]
+    grams = [k.T @ k for k in w_k]
+    for h, q in enumerate(w_q):
+        k = w_k[h // group]
+        gram = q.T @ q
+        _ = k.T @ q
+        _ = grams[h // group] @ q.T
+        _ = gram @ k.T
+    d = w_q.shape[1]
+    stacked = np.swapaxes(w_q, 1, 2)
+    q = stacked.reshape(w_k.shape[0], group, -1, d).sum(axis=1).reshape(-1, d)
+    k = np.swapaxes(w_k, 1, 2).reshape(-1, d)
+    if 8 * q.shape[0] < 2 * d:
+        gram_q, gram_k = q @ q.T, k @ k.T
+        _ = k @ q.T
+        _ = gram_k @ q
+        _ = gram_q @ k
+    else:
+        _ = q.T @ k
+
+
+# ---- measurements -------------------------------------------------------------------------------------------------
+
+
+def gemm_rate() -> float:
+    """float32 operations a second of a large matrix product."""
+    a = np.random.default_rng(0).standard_normal((3072, 3072), dtype=np.float32)
+    times = [seconds(lambda: a @ a) for _ in range(6)][1:]
+    return float(2.0 * 3072**3 / statistics.median(times))
+
+
+def layer_file(folder: Path, d: int, n: int, g: int) -> Path:
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(0)
+    k = d // n
+    path = "model.layers.0.self_attn"
+    tensors = {
+        f"{path}.q_proj.weight": 0.02 * rng.standard_normal((n * k, d), dtype=np.float32),
+        f"{path}.k_proj.weight": 0.02 * rng.standard_normal((g * k, d), dtype=np.float32),
+    }
+    config = {
+        "model_type": "llama",
+        "hidden_size": d,
+        "num_attention_heads": n,
+        "num_key_value_heads": g,
+        "num_hidden_layers": 1,
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def measure_shape(folder: Path, shape: tuple[int, int, int], rate: float, rounds: int) -> dict[str, Any]:
+    d, n, g = shape
+    source = layer_file(folder / f"{d}-{n}-{g}", d, n, g)
+    size = (source / "model.safetensors").stat().st_size
+    form = next(iter(qk.layers(source))).form
+    w_q, w_k = form.w_q, form.w_k
+
+    def fresh() -> qk.BilinearForm:
+        return qk.BilinearForm(w_q, w_k)
+
+    def read_whole() -> None:
+        with (source / "model.safetensors").open("rb", buffering=0) as file:
+            buffer = np.empty(size, dtype=np.uint8)
+            file.readinto(memoryview(buffer))  # type: ignore[attr-defined]
+
+    def read_and_score() -> None:
+        for layer in qk.layers(source):
+            our_way(layer.form)
+
+    largest = max(
+        abs(a - b)
+        for ours, theirs in zip(our_way(fresh()), full_matrix_way(w_q, w_k), strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+    assert largest < 1e-3, f"the two ways differ by {largest}"
+    times = in_turn(
+        {
+            "ours": lambda: our_way(fresh()),
+            "full": lambda: full_matrix_way(w_q, w_k),
+            "products": lambda: products_alone(w_q, w_k),
+            "read": read_whole,
+            "scan": read_and_score,
+            "all columns": lambda: qk.scan(source),
+        },
+        rounds if d < 4096 else max(3, rounds // 3),
+    )
+    median = {name: statistics.median(t) for name, t in times.items()}
+    flops = operations(d, n, g)
+    compute, read = sum(flops.values()) / rate, median["read"]
+    bound = max(compute, read)
+    return {
+        "d_model": d,
+        "n_heads": n,
+        "n_kv_heads": g,
+        "largest_difference": largest,
+        "full_over_ours": ratio(times["full"], times["ours"]),
+        "promised_full_over_ours": SHAPES[shape],
+        "ours_over_products": ratio(times["ours"], times["products"]),
+        "operations": flops,
+        "bytes": size,
+        "roofline_bound": "operations" if compute >= read else "bytes",
+        "ours_over_roofline": median["ours"] / compute,
+        "scan_over_roofline": median["scan"] / bound,
+        "scan_over_roofline_and_read": median["scan"] / (compute + read),
+        "all_columns_over_axes": ratio(times["all columns"], times["scan"]),
+        "milliseconds": {name: 1e3 * t for name, t in median.items()},
+    }
+
+
+def measure_start(rounds: int) -> dict[str, float]:
+    """Seconds that `qkform --help` takes beyond `import numpy`."""
+
+    def command(*arguments: str) -> Callable[[], Any]:
+        return lambda: subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+
+    times = in_turn({"help": command("-m", "qkform", "--help"), "numpy": command("-c", "import numpy")}, rounds)
+    median = {name: statistics.median(t) for name, t in times.items()}
+    return {
+        "help_seconds": median["help"],
+        "numpy_seconds": median["numpy"],
+        "beyond_numpy_seconds": median["help"] - median["numpy"],
+    }
+
+
+def sparse_llama(folder: Path) -> Path:
+    """A checkpoint shaped like LLaMA-3-8B, 16 GB in bfloat16: Q and K are real numbers, the rest is a hole."""
+    import struct
+
+    import ml_dtypes
+
+    d, layers, vocabulary, hidden, kv = 4096, 32, 128256, 14336, 1024
+    shapes = {"model.embed_tokens.weight": (vocabulary, d), "lm_head.weight": (vocabulary, d), "model.norm.weight": (d,)}
+    for i in range(layers):
+        p = f"model.layers.{i}"
+        shapes |= {f"{p}.self_attn.{n}_proj.weight": (kv if n in "kv" else d, d) for n in "qkvo"}
+        shapes |= {f"{p}.mlp.{n}_proj.weight": (hidden, d) for n in ("gate", "up")}
+        shapes |= {f"{p}.mlp.down_proj.weight": (d, hidden)}
+        shapes |= {f"{p}.{n}_layernorm.weight": (d,) for n in ("input", "post_attention")}
+    header: dict[str, Any] = {}
+    at = 0
+    for name, shape in shapes.items():
+        size = 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + at)
+        for name, shape in shapes.items():
+            if ".q_proj." in name or ".k_proj." in name:
+                file.seek(8 + len(text) + header[name]["data_offsets"][0])
+                weights = 0.02 * rng.standard_normal(shape, dtype=np.float32)
+                file.write(weights.astype(ml_dtypes.bfloat16).tobytes())
+    config = {
+        "model_type": "llama",
+        "hidden_size": d,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": layers,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+_PEAK = """
+import resource, sys, time
+import qkform as qk, qkform.scanner, qkform.checkpoints.safetensors, safetensors, ml_dtypes, numpy, array_api_compat.numpy
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+begin = time.perf_counter()
+table = qk.scan(sys.argv[1])
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(before, after, time.perf_counter() - begin, len(table), table.models[0].bytes_read)
+"""
+
+
+def measure_memory(folder: Path) -> dict[str, float]:
+    source = sparse_llama(folder / "llama-3-8b-shape")
+    size = (source / "model.safetensors").stat().st_size
+    done = subprocess.run([sys.executable, "-c", _PEAK, str(source)], check=True, capture_output=True, text=True)
+    before, after, taken, rows, read = (float(x) for x in done.stdout.split())
+    return {
+        "file_gb": size / 1e9,
+        "read_gb": read / 1e9,
+        "rows": rows,
+        "seconds": taken,
+        "seconds_per_layer": taken / 32,
+        "imports_mb": before / 1024,
+        "peak_mb": after / 1024,
+        "beyond_imports_mb": (after - before) / 1024,
+    }
+
+
+def machine() -> dict[str, Any]:
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        name = names[0] if names else name
+    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]  # type: ignore[call-overload, index]
+    return {
+        "cpu": name,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "blas": f"{blas.get('name')} {blas.get('version')}",
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    m = result["machine"]
+    lines = [
+        f"{m['cpu']}, {m['cores']} cores, Python {m['python']}, numpy {m['numpy']}, {m['blas']}",
+        f"float32 GEMM {result['gemm_gflops']:.0f} GFLOP/s; files in the page cache",
+        "",
+        "both axes, heads and layer    full/ours  (promised)  ours/roofline  scan/roofline  ours/products  all columns/axes",
+    ]
+    for s in result["shapes"]:
+        name = f"{s['d_model']} x {s['n_heads']}, {s['n_kv_heads']} kv"
+        lines.append(
+            f"{name:<28}  {s['full_over_ours']:9.1f}  {s['promised_full_over_ours']:10.1f}"
+            f"  {s['ours_over_roofline']:13.2f}  {s['scan_over_roofline']:13.2f}  {s['ours_over_products']:13.2f}"
+            f"  {s['all_columns_over_axes']:16.1f}   (roofline: {s['roofline_bound']})"
+        )
+    start = result["start"]
+    lines += ["", f"qkform --help: {start['beyond_numpy_seconds']:.2f} s beyond import numpy (promised {START_SECONDS})"]
+    if "memory" in result:
+        mem = result["memory"]
+        lines.append(
+            f"{mem['file_gb']:.1f} GB LLaMA-3-8B shape: {mem['beyond_imports_mb']:.0f} MB beyond the interpreter with its "
+            f"imports (promised {MEMORY_MB:.0f}), {mem['read_gb']:.2f} GB read, {mem['seconds_per_layer']:.2f} s per layer, "
+            f"every column"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Ratios of a scan within one run.")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, no 16 GB file")
+    parser.add_argument("--json", type=Path, help="also write every figure to this file")
+    options = parser.parse_args()
+    rounds = 5 if options.quick else 15
+    rate = gemm_rate()
+    result: dict[str, Any] = {"benchmark": "scan", "machine": machine(), "gemm_gflops": rate / 1e9}
+    with tempfile.TemporaryDirectory(prefix="qkform-bench-") as folder:
+        result["shapes"] = [measure_shape(Path(folder), shape, rate, rounds) for shape in SHAPES]
+        result["start"] = measure_start(rounds)
+        if not options.quick:
+            result["memory"] = measure_memory(Path(folder))
+    print(report(result))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

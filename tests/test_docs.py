@@ -1,0 +1,147 @@
+"""Every command and code block of README and docs is executed: as printed, against a stand-in, or listed with a reason."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.conftest import BERT_CONFIG, bert_tensors
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# Lines that are not run here, each with its reason. A line that is in no page any more fails the count below.
+SKIPPED = {
+    "make demo": "runs in a fresh clone; its command, `qkform demo`, is run in tests/test_demo.py",
+    "make setup": "made the environment that runs this test",
+    "make test": "is what runs this test",
+    "make check": "its own step in CI",
+    "make bench": "minutes of measurement; figures are recorded under benchmarks/results",
+    "pip install qkform": "the package is not on the registry yet; the tests run on an installed checkout",
+    'pip install "qkform[frames]"': "the same",
+    "python -m tests.truth --write docs/families.md": "rewrites a page; tests/test_families.py compares it",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    line: int
+    language: str
+    text: str
+
+    def __str__(self):
+        return f"{self.page}:{self.line}"
+
+
+def blocks():
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in re.finditer(r"^```([a-z]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            line = text[: match.start()].count("\n") + 1
+            found.append(Block(page.name, line, match.group(1), match.group(2)))
+    return found
+
+
+PYTHON = [b for b in blocks() if b.language == "python"]
+COMMANDS = [(b, line) for b in blocks() if b.language == "" for line in b.text.strip().splitlines()]
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """A working folder with the stand-ins that the pages speak of: ./my-model, ./custom, ./no-config."""
+    rng = np.random.default_rng(0)
+    custom = {
+        f"blocks.{i}.mixer.{n}.weight": rng.normal(size=(w, 6)).astype(np.float32)
+        for i in range(2)
+        for n, w in (("wq", 8), ("wk", 4))
+    }
+    for name, tensors, config in (
+        ("my-model", bert_tensors(rng), BERT_CONFIG),
+        ("custom", custom, None),
+        ("no-config", bert_tensors(rng), None),
+    ):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        if config:
+            (tmp_path / name / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python_blocks_run_as_printed(block, desk):
+    done = subprocess.run([sys.executable, "-W", "error", "-c", block.text], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "line", dict.fromkeys(line for _, line in COMMANDS if line not in SKIPPED), ids=lambda line: line[:60]
+)
+def test_commands_run_as_printed(line, desk):
+    words = shlex.split(line)
+    assert words[0] == "qkform", f"{line!r} is neither a qkform command nor listed as skipped"
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout or "--quiet" in words
+    for flag, value in zip(words, words[1:], strict=False):
+        if flag in ("--out", "--html"):
+            assert (desk / value).stat().st_size > 0
+
+
+def test_every_block_is_run_or_listed():
+    everything = blocks()
+    lines = [line for _, line in COMMANDS]
+    skipped = [line for line in lines if line in SKIPPED]
+    print(
+        f"{len(everything)} blocks: {len(PYTHON)} of Python run; of {len(lines)} command lines "
+        f"{len(lines) - len(skipped)} run and {len(skipped)} are listed as skipped"
+    )
+    assert {b.language for b in everything} <= {"", "python"}
+    stale = set(SKIPPED) - set(lines)
+    assert not stale, f"listed as skipped, and in no page: {stale}"
+    assert len(PYTHON) >= 4
+    assert len(lines) - len(skipped) >= 10
+
+
+def test_links_and_pictures_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+def test_every_anchor_that_a_docstring_names_is_a_heading():
+    headings = {h.lower() for h in re.findall(r"^## (.+)$", (ROOT / "docs" / "math.md").read_text(), re.MULTILINE)}
+    for path in (ROOT / "src").rglob("*.py"):
+        for anchor in re.findall(r"docs/math\.md#([a-z_]+)", path.read_text()):
+            assert anchor in headings, f"{path.name} points to math.md#{anchor}"
+
+
+def test_every_score_is_in_the_table_of_the_mathematics():
+    import qkform
+
+    table = (ROOT / "docs" / "math.md").read_text()
+    from qkform.records import COLUMNS
+
+    for name in COLUMNS:
+        if name not in ("head", "kv_head") and hasattr(qkform.BilinearForm, name):
+            assert f"`{name}(" in table
+
+
+def test_every_column_is_explained():
+    from qkform.records import COLUMNS
+
+    page = (ROOT / "docs" / "getting-started.md").read_text()
+    for name in COLUMNS:
+        assert f"`{name}`" in page
