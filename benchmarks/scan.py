@@ -2,11 +2,11 @@
 
 Ratios within one run, medians, the two sides in turn. Run: python benchmarks/scan.py [--quick] [--json FILE]
 
-* full matrix: every head's W = W_Q W_K^T formed, d x d, and both axes (symmetry, directionality) read from it, heads and layer;
-  ours: the same scores from `BilinearForm`. Weights in memory, float32, stored as a Linear layer stores them.
-* roofline: the operations that the formulas need (a symmetric product counts half), over the rate of a large float32 GEMM
-  in the same run; or the bytes of Q and K over the rate of reading them from a warm file cache; the larger of the two.
-  Compared with reading the layer from its file and scoring both axes.
+* full matrix: every head's W = W_Q W_K^T formed, d x d, and both axes (symmetry, directionality) read from it,
+  heads and layer; ours: the same scores from `BilinearForm`. Weights in memory, float32, as a Linear layer stores them.
+* roofline: the operations that the formulas need (a symmetric product counts half), over the rate of a large float32
+  GEMM in the same run; or the bytes of Q and K over the rate of reading them from a warm file cache; the larger.
+  Compared with the scores from weights in memory, and with reading a file of several layers and scoring both axes.
 * products: the time numpy takes for the same matrix products alone, at their own shapes.
 """
 
@@ -38,6 +38,7 @@ SHAPES = {  # d_model, heads, kv heads: the ratio to the full-matrix way that we
 ROOFLINE = 2.0
 MEMORY_MB = 600.0
 START_SECONDS = 0.5
+GEMM = 2048  # side of the matrices whose product gives the rate
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -132,29 +133,23 @@ def products_alone(w_q: np.ndarray, w_k: np.ndarray) -> None:
 # ---- measurements -------------------------------------------------------------------------------------------------
 
 
-def gemm_rate() -> float:
-    """float32 operations a second of a large matrix product."""
-    a = np.random.default_rng(0).standard_normal((3072, 3072), dtype=np.float32)
-    times = [seconds(lambda: a @ a) for _ in range(6)][1:]
-    return float(2.0 * 3072**3 / statistics.median(times))
-
-
-def layer_file(folder: Path, d: int, n: int, g: int) -> Path:
+def model_file(folder: Path, d: int, n: int, g: int, layers: int) -> Path:
     from safetensors.numpy import save_file
 
     rng = np.random.default_rng(0)
     k = d // n
-    path = "model.layers.0.self_attn"
     tensors = {
-        f"{path}.q_proj.weight": 0.02 * rng.standard_normal((n * k, d), dtype=np.float32),
-        f"{path}.k_proj.weight": 0.02 * rng.standard_normal((g * k, d), dtype=np.float32),
+        f"model.layers.{i}.self_attn.{name}_proj.weight": 0.02
+        * rng.standard_normal((heads * k, d), dtype=np.float32)
+        for i in range(layers)
+        for name, heads in (("q", n), ("k", g))
     }
     config = {
         "model_type": "llama",
         "hidden_size": d,
         "num_attention_heads": n,
         "num_key_value_heads": g,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": layers,
     }
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
@@ -162,9 +157,10 @@ def layer_file(folder: Path, d: int, n: int, g: int) -> Path:
     return folder
 
 
-def measure_shape(folder: Path, shape: tuple[int, int, int], rate: float, rounds: int) -> dict[str, Any]:
+def measure_shape(folder: Path, shape: tuple[int, int, int], rounds: int) -> dict[str, Any]:
     d, n, g = shape
-    source = layer_file(folder / f"{d}-{n}-{g}", d, n, g)
+    layers = 12 if d < 4096 else 2
+    source = model_file(folder / f"{d}-{n}-{g}", d, n, g, layers)
     size = (source / "model.safetensors").stat().st_size
     form = next(iter(qk.layers(source))).form
     w_q, w_k = form.w_q, form.w_k
@@ -187,9 +183,11 @@ def measure_shape(folder: Path, shape: tuple[int, int, int], rate: float, rounds
         for a, b in zip(ours, theirs, strict=True)
     )
     assert largest < 1e-3, f"the two ways differ by {largest}"
+    square = np.random.default_rng(1).standard_normal((GEMM, GEMM), dtype=np.float32)
     times = in_turn(
         {
             "ours": lambda: our_way(fresh()),
+            "gemm": lambda: square @ square,
             "full": lambda: full_matrix_way(w_q, w_k),
             "products": lambda: products_alone(w_q, w_k),
             "read": read_whole,
@@ -200,22 +198,25 @@ def measure_shape(folder: Path, shape: tuple[int, int, int], rate: float, rounds
     )
     median = {name: statistics.median(t) for name, t in times.items()}
     flops = operations(d, n, g)
-    compute, read = sum(flops.values()) / rate, median["read"]
-    bound = max(compute, read)
+    compute = [
+        sum(flops.values()) * t / (2.0 * GEMM**3) for t in times["gemm"]
+    ]  # seconds of one layer, at best
+    bound = [max(layers * c, r) for c, r in zip(compute, times["read"], strict=True)]
     return {
         "d_model": d,
         "n_heads": n,
         "n_kv_heads": g,
+        "layers_in_file": layers,
+        "gemm_gflops": 2e-9 * GEMM**3 / median["gemm"],
         "largest_difference": largest,
         "full_over_ours": ratio(times["full"], times["ours"]),
         "promised_full_over_ours": SHAPES[shape],
         "ours_over_products": ratio(times["ours"], times["products"]),
-        "operations": flops,
+        "operations_per_layer": flops,
         "bytes": size,
-        "roofline_bound": "operations" if compute >= read else "bytes",
-        "ours_over_roofline": median["ours"] / compute,
-        "scan_over_roofline": median["scan"] / bound,
-        "scan_over_roofline_and_read": median["scan"] / (compute + read),
+        "roofline": "operations" if layers * statistics.median(compute) >= median["read"] else "bytes",
+        "ours_over_roofline": ratio(times["ours"], compute),
+        "scan_over_roofline": ratio(times["scan"], bound),
         "all_columns_over_axes": ratio(times["all columns"], times["scan"]),
         "milliseconds": {name: 1e3 * t for name, t in median.items()},
     }
@@ -227,7 +228,9 @@ def measure_start(rounds: int) -> dict[str, float]:
     def command(*arguments: str) -> Callable[[], Any]:
         return lambda: subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
 
-    times = in_turn({"help": command("-m", "qkform", "--help"), "numpy": command("-c", "import numpy")}, rounds)
+    times = in_turn(
+        {"help": command("-m", "qkform", "--help"), "numpy": command("-c", "import numpy")}, rounds
+    )
     median = {name: statistics.median(t) for name, t in times.items()}
     return {
         "help_seconds": median["help"],
@@ -243,7 +246,11 @@ def sparse_llama(folder: Path) -> Path:
     import ml_dtypes
 
     d, layers, vocabulary, hidden, kv = 4096, 32, 128256, 14336, 1024
-    shapes = {"model.embed_tokens.weight": (vocabulary, d), "lm_head.weight": (vocabulary, d), "model.norm.weight": (d,)}
+    shapes = {
+        "model.embed_tokens.weight": (vocabulary, d),
+        "lm_head.weight": (vocabulary, d),
+        "model.norm.weight": (d,),
+    }
     for i in range(layers):
         p = f"model.layers.{i}"
         shapes |= {f"{p}.self_attn.{n}_proj.weight": (kv if n in "kv" else d, d) for n in "qkvo"}
@@ -292,7 +299,9 @@ print(before, after, time.perf_counter() - begin, len(table), table.models[0].by
 def measure_memory(folder: Path) -> dict[str, float]:
     source = sparse_llama(folder / "llama-3-8b-shape")
     size = (source / "model.safetensors").stat().st_size
-    done = subprocess.run([sys.executable, "-c", _PEAK, str(source)], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(source)], check=True, capture_output=True, text=True
+    )
     before, after, taken, rows, read = (float(x) for x in done.stdout.split())
     return {
         "file_gb": size / 1e9,
@@ -310,7 +319,9 @@ def machine() -> dict[str, Any]:
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        names = [
+            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
+        ]
         name = names[0] if names else name
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]  # type: ignore[call-overload, index]
     return {
@@ -326,25 +337,29 @@ def report(result: dict[str, Any]) -> str:
     m = result["machine"]
     lines = [
         f"{m['cpu']}, {m['cores']} cores, Python {m['python']}, numpy {m['numpy']}, {m['blas']}",
-        f"float32 GEMM {result['gemm_gflops']:.0f} GFLOP/s; files in the page cache",
+        "Medians of ratios within one run; files in the page cache. Both axes, heads and layer:",
         "",
-        "both axes, heads and layer    full/ours  (promised)  ours/roofline  scan/roofline  ours/products  all columns/axes",
+        f"{'':<18}{'full / ours':>12}{'promised':>10}{'ours / roof':>13}{'scan / roof':>13}"
+        f"{'ours / products':>17}{'every column / axes':>21}{'GEMM GFLOP/s':>14}",
     ]
     for s in result["shapes"]:
         name = f"{s['d_model']} x {s['n_heads']}, {s['n_kv_heads']} kv"
         lines.append(
-            f"{name:<28}  {s['full_over_ours']:9.1f}  {s['promised_full_over_ours']:10.1f}"
-            f"  {s['ours_over_roofline']:13.2f}  {s['scan_over_roofline']:13.2f}  {s['ours_over_products']:13.2f}"
-            f"  {s['all_columns_over_axes']:16.1f}   (roofline: {s['roofline_bound']})"
+            f"{name:<18}{s['full_over_ours']:>12.1f}{s['promised_full_over_ours']:>10.1f}"
+            f"{s['ours_over_roofline']:>13.2f}{s['scan_over_roofline']:>13.2f}{s['ours_over_products']:>17.2f}"
+            f"{s['all_columns_over_axes']:>21.1f}{s['gemm_gflops']:>14.0f}   roof: {s['roofline']}"
         )
     start = result["start"]
-    lines += ["", f"qkform --help: {start['beyond_numpy_seconds']:.2f} s beyond import numpy (promised {START_SECONDS})"]
+    lines += [
+        "",
+        f"qkform --help: {start['beyond_numpy_seconds']:.2f} s beyond import numpy (promised {START_SECONDS})",
+    ]
     if "memory" in result:
         mem = result["memory"]
         lines.append(
-            f"{mem['file_gb']:.1f} GB LLaMA-3-8B shape: {mem['beyond_imports_mb']:.0f} MB beyond the interpreter with its "
-            f"imports (promised {MEMORY_MB:.0f}), {mem['read_gb']:.2f} GB read, {mem['seconds_per_layer']:.2f} s per layer, "
-            f"every column"
+            f"{mem['file_gb']:.1f} GB, LLaMA-3-8B shape, every column: {mem['beyond_imports_mb']:.0f} MB beyond the "
+            f"interpreter with its imports (promised {MEMORY_MB:.0f}), {mem['read_gb']:.2f} GB read, "
+            f"{mem['seconds_per_layer']:.2f} s per layer"
         )
     return "\n".join(lines)
 
@@ -355,10 +370,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
     options = parser.parse_args()
     rounds = 5 if options.quick else 15
-    rate = gemm_rate()
-    result: dict[str, Any] = {"benchmark": "scan", "machine": machine(), "gemm_gflops": rate / 1e9}
+    result: dict[str, Any] = {"benchmark": "scan", "machine": machine()}
     with tempfile.TemporaryDirectory(prefix="qkform-bench-") as folder:
-        result["shapes"] = [measure_shape(Path(folder), shape, rate, rounds) for shape in SHAPES]
+        result["shapes"] = [measure_shape(Path(folder), shape, rounds) for shape in SHAPES]
         result["start"] = measure_start(rounds)
         if not options.quick:
             result["memory"] = measure_memory(Path(folder))

@@ -36,9 +36,7 @@ BERT_CONFIG = {"model_type": "bert", "hidden_size": 12, "num_attention_heads": 3
 def write_model(tmp_path: Path) -> Callable[..., Path]:
     """Write tensors and a config as a model folder; returns its path."""
 
-    def write(
-        tensors: dict[str, np.ndarray], config: Any = BERT_CONFIG, name: str = "my-model"
-    ) -> Path:
+    def write(tensors: dict[str, np.ndarray], config: Any = BERT_CONFIG, name: str = "my-model") -> Path:
         folder = tmp_path / name
         folder.mkdir()
         save_file(tensors, folder / "model.safetensors")

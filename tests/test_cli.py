@@ -121,14 +121,20 @@ def test_a_fault_of_ours_is_exit_code_1(bert):
         "import sys, qkform.scanner as s; s.layer_rows = lambda *a: 1 / 0\n"
         "from qkform.cli import main; sys.exit(main(sys.argv[1:]))"
     )
-    done = subprocess.run([sys.executable, "-c", script, "scan", str(bert)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, "scan", str(bert)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr
 
 
 def test_a_closed_pipe_is_no_fault(bert):
     done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; '{sys.executable}' -m qkform scan '{bert}' --format csv | head -c 1"],
+        [
+            "bash",
+            "-c",
+            f"set -o pipefail; '{sys.executable}' -m qkform scan '{bert}' --format csv | head -c 1",
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -154,7 +160,18 @@ def test_names_in_a_model_cannot_move_the_cursor(write_model, capsys):
 
 # ---- what it costs to start ---------------------------------------------------------------------------------------
 
-HEAVY = ("torch", "altair", "transformers", "polars", "pandas", "gguf", "huggingface_hub", "rich", "jinja2", "vl_convert")
+HEAVY = (
+    "torch",
+    "altair",
+    "transformers",
+    "polars",
+    "pandas",
+    "gguf",
+    "huggingface_hub",
+    "rich",
+    "jinja2",
+    "vl_convert",
+)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +185,9 @@ HEAVY = ("torch", "altair", "transformers", "polars", "pandas", "gguf", "hugging
 )
 def test_a_scan_imports_nothing_it_does_not_need(script, allowed, bert):
     check = f"\nimport sys; print(sorted(set({HEAVY!r}) & set(sys.modules)), file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", script + check, str(bert)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script + check, str(bert)], capture_output=True, text=True, check=True
+    )
     found = eval(done.stderr.strip().splitlines()[-1])  # noqa: S307
     assert set(found) <= {*allowed, "rich"} if "cli" in script else not found
 
@@ -182,7 +201,9 @@ def test_a_scan_needs_no_torch(bert):
         "sys.meta_path.insert(0, NoTorch())\n"
         "import qkform; print(len(qkform.scan(sys.argv[1])))"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(bert)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(bert)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "8"
 
 
@@ -196,7 +217,10 @@ def test_help_starts_without_numpy():
 def test_two_scans_at_once_write_whole_files(bert, tmp_path):
     target = tmp_path / "t.json"
     workers = [
-        subprocess.Popen([sys.executable, "-m", "qkform", "scan", str(bert), "-q", "--out", str(target)], stdout=subprocess.DEVNULL)
+        subprocess.Popen(
+            [sys.executable, "-m", "qkform", "scan", str(bert), "-q", "--out", str(target)],
+            stdout=subprocess.DEVNULL,
+        )
         for _ in range(3)
     ]
     assert [w.wait(60) for w in workers] == [0, 0, 0]

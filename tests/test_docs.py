@@ -1,7 +1,8 @@
-"""Every command and code block of README and docs is executed: as printed, against a stand-in, or listed with a reason."""
+"""Every command and code block of README and docs is run: as printed, against a stand-in, or listed with a reason."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -81,7 +82,9 @@ def desk(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_python_blocks_run_as_printed(block, desk):
-    done = subprocess.run([sys.executable, "-W", "error", "-c", block.text], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", block.text], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -94,7 +97,7 @@ def test_commands_run_as_printed(line, desk):
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout or "--quiet" in words
-    for flag, value in zip(words, words[1:], strict=False):
+    for flag, value in itertools.pairwise(words):
         if flag in ("--out", "--html"):
             assert (desk / value).stat().st_size > 0
 
@@ -122,7 +125,9 @@ def test_links_and_pictures_lead_somewhere():
 
 
 def test_every_anchor_that_a_docstring_names_is_a_heading():
-    headings = {h.lower() for h in re.findall(r"^## (.+)$", (ROOT / "docs" / "math.md").read_text(), re.MULTILINE)}
+    headings = {
+        h.lower() for h in re.findall(r"^## (.+)$", (ROOT / "docs" / "math.md").read_text(), re.MULTILINE)
+    }
     for path in (ROOT / "src").rglob("*.py"):
         for anchor in re.findall(r"docs/math\.md#([a-z_]+)", path.read_text()):
             assert anchor in headings, f"{path.name} points to math.md#{anchor}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import qkform as qk
-from qkform.errors import LayoutError
+from qkform.errors import LayoutError, QKFormError
 from qkform.layouts.rules import families
 from tests import truth
 
@@ -59,6 +59,36 @@ def test_gguf_with_one_side_reordered_fails() -> None:
     one_sided = replace(case, write=lambda model, path: truth.gguf_llama(model, path, sides="q"))
     verdict = truth.verify(one_sided)
     assert min(verdict.differences.values()) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("bert", {"q": "key", "k": "query"}),
+        ("bert", {"transposed": True}),
+        ("gpt2", {"transposed": False}),
+        ("gpt2", {"order": "heads x [q|k|v]"}),
+        ("gpt_neox", {"order": "q|k|v"}),
+        ("modernbert", {"order": "heads x [q|k|v]"}),
+        ("llama", {"q": "k_proj", "k": "q_proj"}),
+        ("phi3", {"order": "heads x [q|k|v]"}),
+        ("t5", {"q": "k", "k": "q"}),
+        ("bart", {"norm": "self_attn_layer_norm", "norm_kind": "layer"}),
+        ("gemma", {"norm_kind": "rms"}),
+        ("mistral", {"mask": "bidirectional"}),
+        ("qwen3", {"qk_norm": ()}),
+    ],
+)
+def test_a_wrong_rule_fails(name: str, change: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = (c for c in truth.CASES if c.name == name)
+    right = families()
+    wrong = replace(right[name], rules=tuple(replace(rule, **change) for rule in right[name].rules))
+    monkeypatch.setattr("qkform.layouts.find.families", lambda: {**right, name: wrong})
+    try:
+        problems = truth.verify(case).problems
+    except QKFormError:
+        return
+    assert problems
 
 
 def test_a_layer_the_rules_miss_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

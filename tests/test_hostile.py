@@ -32,7 +32,7 @@ def scan(source, *extra, cwd):
         capture_output=True,
         text=True,
         timeout=SECONDS,
-        preexec_fn=limit,  # noqa: PLW1509
+        preexec_fn=limit,
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         check=False,
     )
@@ -92,7 +92,10 @@ FILES = {
     "negative offsets": (raw({NAME: entry([2, 2], -16, 0)}, b"\0" * 16), "safetensors"),
     "offsets reversed": (raw({NAME: entry([2, 2], 16, 0)}, b"\0" * 16), "safetensors"),
     "offsets outside": (raw({NAME: entry([2, 2], 2**62, 2**62 + 16)}, b"\0" * 16), "safetensors"),
-    "offsets as words": (raw({NAME: {"dtype": "F32", "shape": [1], "data_offsets": ["a", "b"]}}), "safetensors"),
+    "offsets as words": (
+        raw({NAME: {"dtype": "F32", "shape": [1], "data_offsets": ["a", "b"]}}),
+        "safetensors",
+    ),
     "absurd shape": (raw({NAME: entry([2**40, 2**40], 0, 16)}, b"\0" * 16), "safetensors"),
     "negative shape": (raw({NAME: entry([-2, -2], 0, 16)}, b"\0" * 16), "safetensors"),
     "shape against bytes": (raw({NAME: entry([3, 3], 0, 16)}, b"\0" * 16), "safetensors"),
@@ -100,7 +103,10 @@ FILES = {
     "no tensors": (raw({}), "no tensor fits"),
     "lfs pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "git lfs pull"),
     "html error page": (b"<!DOCTYPE html><html><body>Not found</body></html>", "safetensors"),
-    "zero sized": (raw({NAME: entry([0, 12], 0, 0), NAME.replace("query", "key"): entry([0, 12], 0, 0)}), "shape"),
+    "zero sized": (
+        raw({NAME: entry([0, 12], 0, 0), NAME.replace("query", "key"): entry([0, 12], 0, 0)}),
+        "shape",
+    ),
 }
 
 
@@ -151,7 +157,9 @@ def test_a_bad_config_is_refused(case, folder, tmp_path):
         (folder / "config.json").write_bytes(content)
     else:
         (folder / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))
-    refused(folder, word, "config.json" if "family" not in case and "unknown" not in case else "", cwd=tmp_path)
+    refused(
+        folder, word, "config.json" if "family" not in case and "unknown" not in case else "", cwd=tmp_path
+    )
 
 
 def llama(d=12, heads=4, kv=2, head_dim=3):
@@ -219,7 +227,10 @@ def test_integer_weights_are_refused_by_name(folder, tmp_path):
 
 
 INDEXES = {
-    "missing shard": ({"weight_map": {NAME: "model-00002-of-00002.safetensors"}}, "model-00002-of-00002.safetensors"),
+    "missing shard": (
+        {"weight_map": {NAME: "model-00002-of-00002.safetensors"}},
+        "model-00002-of-00002.safetensors",
+    ),
     "outside by dots": ({"weight_map": {NAME: "../secret.safetensors"}}, "plain file name"),
     "outside by root": ({"weight_map": {NAME: "/etc/hostname"}}, "plain file name"),
     "outside by backslash": ({"weight_map": {NAME: "..\\secret.safetensors"}}, "plain file name"),
@@ -302,7 +313,9 @@ def test_an_unknown_layout_lists_candidates_and_flags(folder, tmp_path):
 
 
 def test_hostile_names_cannot_move_the_cursor_or_fill_the_screen(folder, tmp_path):
-    tensors = {f"\x1b[2J{'x' * 100_000}.{i}.attn.weight": np.ones((2, 2), dtype=np.float32) for i in range(200)}
+    tensors = {
+        f"\x1b[2J{'x' * 100_000}.{i}.attn.weight": np.ones((2, 2), dtype=np.float32) for i in range(200)
+    }
     save_file(tensors, folder / "model.safetensors")
     line = refused(folder, "no tensor fits", cwd=tmp_path)
     assert "\x1b" not in line
@@ -334,7 +347,19 @@ def test_nan_weights_are_rows_of_nulls_with_a_reason_and_a_warning(bad, folder, 
 def test_of_several_sources_the_good_are_reported_and_the_bad_listed(folder, tmp_path):
     save_file(bert_tensors(np.random.default_rng(0)), folder / "model.safetensors")
     run = subprocess.run(
-        [sys.executable, "-m", "qkform", "scan", "nope", "m", "gone/", "--format", "json", "--out", "rows.json"],
+        [
+            sys.executable,
+            "-m",
+            "qkform",
+            "scan",
+            "nope",
+            "m",
+            "gone/",
+            "--format",
+            "json",
+            "--out",
+            "rows.json",
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -26,6 +26,7 @@ MEMBERS = {
     "tiny_model/__init__.py": b"raise RuntimeError('a sample is read, never imported')\n",
     "tiny_model/model/config.json": b'{"model_type": "bert"}',
     "tiny_model/model/nested/extra.json": b"{}",
+    "tiny_model/model/empty.txt": b"",
     "tiny_model/model/model.safetensors": WEIGHTS,
     "tiny_model/models.txt": b"beside the model, not of it",
     "tiny_model-1.0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n",
@@ -37,6 +38,7 @@ KEPT = {
     "manifest.json",
     "tiny_model/model/config.json",
     "tiny_model/model/nested/extra.json",
+    "tiny_model/model/empty.txt",
     "tiny_model/model/model.safetensors",
     "tiny_model-1.0.dist-info/licenses/LICENSE.txt",
 }
@@ -132,24 +134,6 @@ def test_an_unknown_sample_lists_the_known_ones(cache):
     assert not cache.exists()
 
 
-def test_the_cache_is_where_it_was_asked_to_be(tmp_path, monkeypatch):
-    for name in ("QKFORM_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(sys, "platform", "linux")
-    assert samples.cache_folder() == tmp_path / ".cache" / "qkform"
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert samples.cache_folder() == tmp_path / "Library" / "Caches" / "qkform"
-    monkeypatch.setattr(sys, "platform", "win32")
-    assert samples.cache_folder() == tmp_path / "AppData" / "Local" / "qkform"
-    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
-    assert samples.cache_folder() == tmp_path / "local" / "qkform"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert samples.cache_folder() == tmp_path / "xdg" / "qkform"
-    monkeypatch.setenv("QKFORM_CACHE", "~/mine")
-    assert samples.cache_folder() == tmp_path / "mine"
-
-
 # ---- the road through pip
 
 
@@ -200,6 +184,16 @@ def test_two_processes_at_once_both_succeed(shelf, cache):
         assert process.returncode == 0, err
         assert_whole(Path(out.strip()), cache)
     assert [path.name for path in (cache / "samples").iterdir()] == ["tiny-1.0"]
+
+
+def test_processes_that_mend_a_damaged_sample_at_once_all_succeed(by_hand, cache, no_pip):
+    cut(final := samples.fetch("tiny", cache=cache).parents[1])
+    several = [child("print(samples.fetch('tiny', cache=cache))", cache) for _ in range(4)]
+    for process in several:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert_whole(Path(out.strip()), cache)
+    assert [path.name for path in final.parent.iterdir()] == ["tiny-1.0"]
 
 
 def test_a_file_in_the_working_folder_is_not_taken_for_pip(shelf, cache, tmp_path, monkeypatch):
@@ -276,6 +270,13 @@ def cut(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def cut_and_dated_back(folder: Path) -> None:
+    path = folder / "tiny_model/model/model.safetensors"
+    before = path.stat()
+    cut(folder)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def alter(folder: Path) -> None:
     path = folder / "tiny_model/model/model.safetensors"
     os.utime(path, ns=(0, 0))
@@ -292,6 +293,12 @@ def link(folder: Path) -> None:
     path.symlink_to(folder.parent / "elsewhere")
 
 
+def be_a_pipe(folder: Path) -> None:
+    path = folder / "tiny_model/model/empty.txt"
+    path.unlink()
+    os.mkfifo(path)
+
+
 def drop_manifest(folder: Path) -> None:
     (folder / "manifest.json").unlink()
 
@@ -306,13 +313,17 @@ def spoil_manifest(folder: Path) -> None:
 
 
 def empty_manifest(folder: Path) -> None:
+    drop(folder)
     path = folder / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"files": {}}))
 
 
-def other_wheel(folder: Path) -> None:
-    path = folder / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"wheel_sha256": "0" * 64}))
+def come_from_another_wheel(folder: Path) -> None:
+    path, name = folder / "manifest.json", "tiny_model/model/config.json"
+    manifest = json.loads(path.read_text())
+    (folder / name).write_bytes(b"{}")
+    manifest["files"][name] |= {"sha256": hashlib.sha256(b"{}").hexdigest(), "bytes": 2}
+    path.write_text(json.dumps(manifest | {"wheel_sha256": "0" * 64}))
 
 
 def empty(folder: Path) -> None:
@@ -325,10 +336,8 @@ def be_a_file(folder: Path) -> None:
     folder.write_text("")
 
 
-DAMAGES = [
-    cut, alter, drop, link, drop_manifest, cut_manifest, spoil_manifest, empty_manifest, other_wheel, empty,
-    be_a_file,
-]  # fmt: skip
+DAMAGES = [cut, cut_and_dated_back, alter, drop, link, be_a_pipe, empty, be_a_file]
+DAMAGES += [drop_manifest, cut_manifest, spoil_manifest, empty_manifest, come_from_another_wheel]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
@@ -381,6 +390,7 @@ def test_a_kill_leaves_nothing_that_is_taken_for_whole(instant, damaged, by_hand
     process = child(KILLS[instant] + "\nsamples.fetch('tiny', cache=cache)", cache)
     err = process.communicate(timeout=120)[1]
     assert process.returncode == 9, err
+    assert damaged or final.exists() == (instant == "after the rename")
     assert_whole(samples.fetch("tiny", cache=cache), cache)
 
 

@@ -139,7 +139,7 @@ def test_a_state_dict_without_config_needs_only_the_heads(write_model):
     folder = write_model(bert_tensors(np.random.default_rng(0)), config=None)
     rows = qk.scan(folder, heads=3).layers
     assert [r["mask"] for r in rows] == ["unknown"] * 2
-    with pytest.raises(LayoutError, match="no config.json"):
+    with pytest.raises(LayoutError, match=r"no config\.json"):
         qk.scan(folder)
 
 
@@ -269,7 +269,14 @@ def test_a_place_that_cannot_be_written_is_an_error(name, table, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"schema": "qkform.scan/2"}', '{"schema": "qkform.scan/1"}', '{"schema": "qkform.scan/1", "models": [{}], "errors": []}']
+    "text",
+    [
+        "",
+        "[]",
+        '{"schema": "qkform.scan/2"}',
+        '{"schema": "qkform.scan/1"}',
+        '{"schema": "qkform.scan/1", "models": [{}], "errors": []}',
+    ],
 )
 def test_loading_anything_else_is_an_error(text, tmp_path):
     (tmp_path / "t.json").write_text(text)

@@ -29,7 +29,9 @@ app = App(
     version=qkform.__version__,
     version_flags=["--version"],
 )
-_unknown = Group("Layouts that are not known", help="Heads outrank the config; names take {layer}.", sort_key=2)
+_unknown = Group(
+    "Layouts that are not known", help="Heads outrank the config; names take {layer}.", sort_key=2
+)
 _scores = Group("Scores", sort_key=1)
 
 
@@ -68,7 +70,8 @@ def scan(
     gamma
         A row or column is an outlier above mean + GAMMA standard deviations of the norms.
     signature
-        Count attracting and repelling directions: of heads and of layers up to 2048 directions (auto), of all, or of none.
+        Count attracting and repelling directions: of heads and of layers up to 2048 of them (auto),
+        of all, or of none.
     heads
         Query heads per layer.
     kv_heads
@@ -226,7 +229,9 @@ def _print_table(table: ScoreTable, format: str) -> None:
 
         console = Console(highlight=False, soft_wrap=False, emoji=False, markup=False)
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no fault
+            sys.stdout.reconfigure(
+                errors="backslashreplace"
+            )  # a name that the terminal cannot show is no fault
         unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
         for model in table.models:
             for item in renderables(model, width=console.width, unicode=unicode):

@@ -224,7 +224,9 @@ class ScoreTable:
                 for row in model.layers
             )
             title = html.escape(f"{model.source}: {len(model.layers)} layers, {len(model.heads)} heads")
-            blocks.append(f"<p><b>{title}</b></p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+            blocks.append(
+                f"<p><b>{title}</b></p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            )
         for error in self.errors:
             blocks.append(f"<p>{html.escape(error.source)}: {html.escape(error.message)}</p>")
         return "".join(blocks) or "<p>empty ScoreTable</p>"
@@ -274,7 +276,9 @@ def write_whole(target: Path, write: Callable[[Path], Any]) -> None:
         if target.exists() and not target.is_file():
             write(target)
             return
-        handle, name = tempfile.mkstemp(prefix=f".{target.name[:50]}.", suffix=target.suffix, dir=target.parent)
+        handle, name = tempfile.mkstemp(
+            prefix=f".{target.name[:50]}.", suffix=target.suffix, dir=target.parent
+        )
         os.close(handle)
         temporary = Path(name)
         try:
@@ -318,4 +322,6 @@ def _extra(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise MissingExtra(f'{package} is not installed; it comes with: pip install "qkform[frames]"') from None
+        raise MissingExtra(
+            f'{package} is not installed; it comes with: pip install "qkform[frames]"'
+        ) from None

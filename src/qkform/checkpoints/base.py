@@ -59,12 +59,14 @@ class ByteReader:
 
     def read(self, path: Path, offset: int, nbytes: int) -> NDArray[np.uint8]:
         """`nbytes` bytes of `path` from `offset`, or a CheckpointError that says how many are missing."""
-        size = path.stat().st_size
-        if offset + nbytes > size:
-            raise CheckpointError(f"{path} ends at byte {size}, and a tensor runs to byte {offset + nbytes}: truncated")
-        out = np.empty(nbytes, dtype=np.uint8)
-        view = memoryview(out)
         with opening(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if offset + nbytes > size:
+                raise CheckpointError(
+                    f"{path} ends at byte {size}, and a tensor runs to byte {offset + nbytes}: truncated"
+                )
+            out = np.empty(nbytes, dtype=np.uint8)
+            view = memoryview(out)  # type: ignore[arg-type]
             file.seek(offset)
             filled = 0
             while filled < nbytes:
@@ -82,7 +84,7 @@ def opening(path: Path) -> Iterator[BinaryIO]:
     regular_file(path)
     try:
         with path.open("rb", buffering=0) as file:
-            yield file  # type: ignore[misc]
+            yield file
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error.strerror or error}") from None
 
@@ -93,7 +95,9 @@ def regular_file(path: Path) -> Path:
             return path
         exists = path.exists()
     except (OSError, ValueError) as error:  # a name too long, or with a null byte
-        raise SourceError(f"cannot read {str(path)[:200]!r}: {getattr(error, 'strerror', None) or error}") from None
+        raise SourceError(
+            f"cannot read {str(path)[:200]!r}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     if not exists:
         broken = " (a link to a file that is gone)" if path.is_symlink() else ""
         raise SourceError(f"no such file: {path}{broken}")
@@ -105,7 +109,9 @@ def read_json(path: Path, reader: ByteReader) -> Any:
     with opening(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_JSON_BYTES:
-            raise ConfigError(f"{path} is {size:,} bytes; a config or index above {MAX_JSON_BYTES:,} is not read")
+            raise ConfigError(
+                f"{path} is {size:,} bytes; a config or index above {MAX_JSON_BYTES:,} is not read"
+            )
         data = b"".join(iter(lambda: file.read(2**20), b""))
     reader.bytes_read += len(data)
     refuse_pointer(path, data[:64])

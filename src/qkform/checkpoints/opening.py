@@ -24,7 +24,9 @@ def open_checkpoint(path: Path, source: str | None = None) -> Checkpoint:
         is_folder = path.is_dir()
         exists = path.exists() or path.is_symlink()
     except (OSError, ValueError) as error:
-        raise SourceError(f"cannot read {source[:200]!r}: {getattr(error, 'strerror', None) or error}") from None
+        raise SourceError(
+            f"cannot read {source[:200]!r}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     if not exists:
         raise SourceError(f"no file or folder named {source!r}{_hint(source)}")
     return _open_folder(path, source) if is_folder else _open_file(path, source)
@@ -73,7 +75,9 @@ def _open_folder(folder: Path, source: str) -> Checkpoint:
     if len(indexes) == 1:
         return _open_index(folder / indexes[0], source, reader)
     if len(indexes) > 1:
-        raise SourceError(f"{source} holds several models ({', '.join(indexes[:5])}); name one of these files")
+        raise SourceError(
+            f"{source} holds several models ({', '.join(indexes[:5])}); name one of these files"
+        )
     if len(single) == 1 or _one_set_of_shards(single):
         config, config_path = _config_beside(folder, reader)
         return SafetensorsCheckpoint(source, [folder / n for n in single], reader, config, config_path)

@@ -55,7 +55,9 @@ class SafetensorsCheckpoint:
         if expected is not None:
             for name, file in expected.items():
                 if name not in tensors:
-                    raise CheckpointError(f"the index places tensor {name!r} in {file}, which does not hold it")
+                    raise CheckpointError(
+                        f"the index places tensor {name!r} in {file}, which does not hold it"
+                    )
         self.tensors: Mapping[str, TensorInfo] = tensors
 
     @property
@@ -75,7 +77,9 @@ class SafetensorsCheckpoint:
                 f"tensor {name!r} in {info.file} is stored as {info.dtype}; Q and K are read from "
                 "F64, F32, F16 and BF16 (quantised codes mean nothing without their scales)"
             )
-        return self._reader.read(info.file, info.offset, info.nbytes).view(dtype).reshape(info.shape)
+        raw: NDArray[Any] = self._reader.read(info.file, info.offset, info.nbytes)
+        tensor: NDArray[Any] = raw.view(dtype).reshape(info.shape)
+        return tensor
 
 
 def read_header(path: Path, reader: ByteReader) -> dict[str, TensorInfo]:
@@ -87,7 +91,9 @@ def read_header(path: Path, reader: ByteReader) -> dict[str, TensorInfo]:
         size = path.stat().st_size
         refuse_pointer(path, head)
         if len(head) < 8:
-            raise CheckpointError(f"{path} has {size} bytes: too short for a safetensors file (empty download?)")
+            raise CheckpointError(
+                f"{path} has {size} bytes: too short for a safetensors file (empty download?)"
+            )
         (length,) = struct.unpack("<Q", head[:8])
         if length > MAX_HEADER_BYTES or length > size - 8:
             raise CheckpointError(

@@ -17,7 +17,7 @@ Array = Any  # a numpy array or a torch tensor; the functions here return the ki
 def checked(name: str, x: Array, ndim: int, shape_in_words: str) -> Array:
     """`x` without its gradient history, or a FormError that names the argument."""
     if not is_array_api_obj(x):
-        raise FormError(f"{name} is a {type(x).__name__}; pass a numpy array or a torch tensor {shape_in_words}")
+        raise FormError(f"{name} is a {type(x).__name__}; pass a numpy or torch array {shape_in_words}")
     if x.ndim != ndim or 0 in x.shape:
         raise FormError(f"{name} has shape {tuple(x.shape)}; expected {shape_in_words}, no side of length 0")
     if not is_real_floating(x):

@@ -1,22 +1,14 @@
 """The query-key form W = W_Q W_K^T of a layer's heads, and every score that is read from it.
 
-Rows of W are the query side, columns the key side: s_ij = x_i W x_j^T.  W itself, d x d, is hardly ever formed:
-
-    ||W||^2     = sum(G_Q * G_K)        G_Q = W_Q^T W_Q,  G_K = W_K^T W_K
-    tr(W W)     = sum(C * C^T)          C   = W_K^T W_Q
-    row norms^2 = diag(W_Q G_K W_Q^T)   column norms^2 = diag(W_K G_Q W_K^T)
-    ||W W^T||^2 = tr((G_Q G_K)^2)
-
-cost d * d_head^2.  Where the factors are so wide that W is cheaper (a whole layer without grouped queries),
-it is formed once per head.  `reference.py` computes the same from W, as the papers write it.
+Rows of W are the query side, columns the key side: s_ij = x_i W x_j^T. W, d x d, is hardly ever
+formed: `moments.py` says how the scores come from the factors; `reference.py` computes the same from W, as the
+papers write it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device
@@ -24,17 +16,17 @@ from array_api_compat import array_namespace, device
 from qkform.errors import FormError
 from qkform.form import arrays
 from qkform.form.arrays import Array
+from qkform.form.moments import HeadMoments, is_zero
 from qkform.form.null import null_mean, null_variance
 from qkform.form.outliers import excess
-from qkform.form.span import triangle
+from qkform.form.spectrum import eigenvalues, svd, symmetric_part
 
 SIGNATURE_TOLERANCE = 1e-8  # eigenvalues below this share of the largest count as zero
 _VANISHED = 1e-13  # a symmetric part this small beside W is rounding: W is skew
-_SAFE = (1e-16, 1e16)  # squared norms outside are rescaled by a power of two first
 
 
 class Signature(NamedTuple):
-    """Directions in which the symmetric part of W attracts (x W x^T > 0) and repels; each field (n_heads,) float64.
+    """Directions in which the symmetric part of W attracts (x W x^T > 0) and repels, (n_heads,) float64 each.
 
     `positive` and `negative` count eigenvalues above 1e-8 of the largest in size; `positive_energy` is the
     attracting share of the squared eigenvalues, in [0, 1]. NaN where there is no symmetric part to speak of.
@@ -43,48 +35,6 @@ class Signature(NamedTuple):
     positive: Array
     negative: Array
     positive_energy: Array
-
-
-@dataclass(frozen=True)
-class _Factor:
-    """W_Q or W_K of one head, widened and rescaled: the stored weight is w * 2**exponent."""
-
-    w: Array  # (d, d_head)
-    gram: Array | None  # (d_head, d_head) float64; None on the dense route
-    exponent: int
-    defect: str | None  # why it has no scores
-
-
-@dataclass(frozen=True)
-class _Head:
-    """One head: W = q k^T * 2**exponent."""
-
-    q: _Factor
-    k: _Factor
-
-    @property
-    def defect(self) -> str | None:
-        """Not finite outweighs zero; the query side is named first."""
-        found = [f.defect for f in (self.q, self.k) if f.defect is not None]
-        return min(found, key=_is_zero, default=None)
-
-    @property
-    def scale(self) -> float:
-        return math.ldexp(1.0, self.q.exponent + self.k.exponent)
-
-
-@dataclass(frozen=True)
-class _Moments:
-    """Second moments of one head's W (after rescaling), with the product they came from."""
-
-    norm2: float
-    trace2: float
-    small: Array | None = None  # C = W_K^T W_Q (d_head, d_head) float64
-    dense: Array | None = None  # W itself on the dense route, with its squared row and column norms
-    energies: tuple[Array, Array] | None = None
-
-
-_UNDEFINED = _Moments(math.nan, math.nan)
 
 
 class BilinearForm:
@@ -98,7 +48,7 @@ class BilinearForm:
     b_k : (n_kv_heads, d_head) or None.
 
     Cross-attention may give w_k another d_model; symmetry, eigenvalues and signature then raise FormError.
-    Scores are float64 arrays (n_heads,) of the kind (and device) of `w_q`; gradients do not flow through them.
+    Scores are float64 arrays (n_heads,) of the kind and device of `w_q`; gradients do not flow through.
     A head whose weights are all zero, or not finite, has no scores: NaN, with the reason in `defects()`.
 
     >>> import numpy as np, qkform as qk
@@ -107,9 +57,7 @@ class BilinearForm:
     [1.0]
     """
 
-    def __init__(
-        self, w_q: Array, w_k: Array, *, b_q: Array | None = None, b_k: Array | None = None
-    ) -> None:
+    def __init__(self, w_q: Array, w_k: Array, *, b_q: Array | None = None, b_k: Array | None = None) -> None:
         w_q = arrays.checked("w_q", w_q, 3, "(n_heads, d_model, d_head)")
         w_k = arrays.checked("w_k", w_k, 3, "(n_kv_heads, d_model, d_head)")
         _same_kind(w_q=w_q, w_k=w_k)
@@ -123,8 +71,8 @@ class BilinearForm:
         self.w_q, self.w_k = w_q, w_k
         self.b_q = _checked_bias("b_q", b_q, w_q)
         self.b_k = _checked_bias("b_k", b_k, w_k)
-        self._xp = array_namespace(w_q, w_k)
-        self._dtype = arrays.working_dtype(w_q, w_k)
+        self._of = HeadMoments(w_q, w_k)
+        self._xp, self._dtype = self._of.xp, self._of.dtype
 
     # ---- shape ---------------------------------------------------------------------------------------------
 
@@ -164,7 +112,7 @@ class BilinearForm:
         NaN for a head without weights (see `defects`).  Source: arXiv 2502.10927; docs/math.md#symmetry.
         """
         self._need_square("symmetry")
-        return self._scores(lambda i: self._moments[i].trace2 / self._moments[i].norm2)
+        return self._scores(lambda i: self._of.moments[i].trace2 / self._of.moments[i].norm2)
 
     def symmetry_z(self) -> Array:
         """Symmetry in standard deviations from what random weights of the same spectrum give.
@@ -195,7 +143,7 @@ class BilinearForm:
         return rows + columns == 0.0
 
     def row_excess(self, gamma: float = 2.0) -> Array:
-        """Sum of (norm - threshold) over rows whose norm is above mean + gamma * std (ddof 1): (n_heads,) >= 0."""
+        """Sum of (norm - threshold) over rows with a norm above mean + gamma * std (ddof 1): (n_heads,) >= 0."""
         return self._excesses(gamma)[0] * self._scales()
 
     def column_excess(self, gamma: float = 2.0) -> Array:
@@ -205,72 +153,77 @@ class BilinearForm:
     def norm(self) -> Array:
         """The Frobenius norm of W: (n_heads,) float64 >= 0. An all-zero head has norm 0."""
         values = []
-        for i, head in enumerate(self._heads):
+        for i, head in enumerate(self._of.heads):
             if head.defect is None:
-                values.append(math.sqrt(self._moments[i].norm2) * head.scale)
+                values.append(math.sqrt(self._of.moments[i].norm2) * head.scale)
             else:
-                values.append(0.0 if _is_zero(head.defect) else math.nan)
+                values.append(0.0 if is_zero(head.defect) else math.nan)
         return arrays.like(values, self.w_q)
 
     def effective_rank(self) -> Array:
-        """How many directions carry W: ||W||_F^4 / ||W W^T||_F^2, the participation ratio of the squared
-        singular values. Returns (n_heads,) float64 in [1, min(d_model, d_head)].  docs/math.md#effective_rank.
+        """How many directions carry W: ||W||_F^4 / ||W W^T||_F^2, the participation ratio of squared
+        singular values. Returns (n_heads,) float64 in [1, min(d_model, d_head)]. docs/math.md#effective_rank.
         """
-        return self._scores(lambda i: self._moments[i].norm2 ** 2 / self._fourth[i])
+        return self._scores(lambda i: self._of.moments[i].norm2 ** 2 / self._of.fourth[i])
 
     def bias_share(self) -> Array:
         """The share of the extended form [x, 1] W_ext [x, 1]^T that comes from the biases.
 
-        Returns (n_heads,) float64 in [0, 1]: 1 - ||W||^2 / ||W_ext||^2, where W_ext has b_Q and b_K as an extra
-        row of W_Q and W_K. 0.0 without biases; 1.0 where the weights are zero and the biases are not.
+        Returns (n_heads,) float64 in [0, 1]: 1 - ||W||^2 / ||W_ext||^2, where W_ext has b_Q and b_K as an
+        extra row of W_Q and W_K. 0.0 without biases; 1.0 where the weights are zero and the biases are not.
         """
         values = []
-        for i, head in enumerate(self._heads):
+        for i, head in enumerate(self._of.heads):
             extra = self._bias_energy(i)
             if head.defect is not None:
-                values.append(1.0 if _is_zero(head.defect) and extra > 0.0 else math.nan)
+                values.append(1.0 if is_zero(head.defect) and extra > 0.0 else math.nan)
             else:
-                values.append(extra / (self._moments[i].norm2 + extra))
+                values.append(extra / (self._of.moments[i].norm2 + extra))
         return arrays.like(values, self.w_q)
 
     def row_norms(self) -> Array:
         """Norms of the rows of W, the query side: (n_heads, d_model) float64."""
-        return self._norms[0] * self._scales()[:, None]
+        return self._of.norms[0] * self._scales()[:, None]
 
     def column_norms(self) -> Array:
         """Norms of the columns of W, the key side: (n_heads, d_model) float64."""
-        return self._norms[1] * self._scales()[:, None]
+        return self._of.norms[1] * self._scales()[:, None]
 
     # ---- spectrum ------------------------------------------------------------------------------------------
 
     def eigenvalues(self) -> Array:
-        """The eigenvalues of W that need not be zero: (n_heads, min(d_model, d_head)) complex128, largest first.
+        """The eigenvalues of W that need not be 0: (n_heads, min(d_model, d_head)) complex128, largest first.
 
         They are those of the small product C = W_K^T W_Q.
         """
         self._need_square("eigenvalues")
         xp = self._xp
-        return self._stacked(self._eigenvalues, min(self.d_model, self.d_head), xp.complex128)
+        return self._stacked(
+            lambda i: eigenvalues(*self._factors(i)) * self._of.heads[i].scale,
+            self._rank_bound,
+            xp.complex128,
+        )
 
     def singular_values(self) -> Array:
-        """The singular values of W that need not be zero: (n_heads, min(d_model, d_head)) float64, descending."""
-        return self._stacked(lambda i: self._svd(i)[1] * self._heads[i].scale, self._rank_bound)
+        """The singular values that need not be 0: (n_heads, min(d_model, d_head)) float64, descending."""
+        return self._stacked(lambda i: svd(*self._factors(i))[1] * self._of.heads[i].scale, self._rank_bound)
 
     def singular_vectors(self, count: int = 1) -> tuple[Array, Array]:
         """The leading `count` singular vectors: left (query side) and right (key side), largest first.
 
-        Returns two arrays (n_heads, d_model, count) float64 with orthonormal columns; the sign of a pair is free.
+        Returns two arrays (n_heads, d_model, count) float64, orthonormal columns; the sign of a pair is free.
         """
         count = self._count(count, self._rank_bound)
-        left = self._stacked(lambda i: self._svd(i)[0][:, :count], (self.d_model, count))
-        right = self._stacked(lambda i: self._svd(i)[2][:, :count], (int(self.w_k.shape[1]), count))
+        left = self._stacked(lambda i: svd(*self._factors(i))[0][:, :count], (self.d_model, count))
+        right = self._stacked(lambda i: svd(*self._factors(i))[2][:, :count], (int(self.w_k.shape[1]), count))
         return left, right
 
     def symmetric_eigenvalues(self) -> Array:
-        """Eigenvalues of (W + W^T)/2 that need not be zero: (n_heads, min(d_model, 2 d_head)) float64, ascending."""
+        """Eigenvalues of (W + W^T)/2 that need not be 0: (n_heads, min(d_model, 2 d_head)) float64, ascending."""
         self._need_square("symmetric_eigenvalues")
         return self._stacked(
-            lambda i: self._symmetric(i, vectors=False)[0] * self._heads[i].scale, self._symmetric_bound
+            lambda i: symmetric_part(*self._factors(i), vectors=False)[0] * self._of.heads[i].scale,
+            self._symmetric_bound,
         )
 
     def symmetric_eigenvectors(self, count: int = 1) -> tuple[Array, Array]:
@@ -284,15 +237,15 @@ class BilinearForm:
         count = self._count(count, self._symmetric_bound)
 
         def leading(i: int) -> tuple[Array, Array]:
-            values, vectors = self._symmetric(i, vectors=True)
+            values, vectors = symmetric_part(*self._factors(i), vectors=True)
             order = xp.argsort(xp.abs(values), descending=True)[:count]
-            return xp.take(values, order) * self._heads[i].scale, xp.take(vectors, order, axis=1)
+            return xp.take(values, order) * self._of.heads[i].scale, xp.take(vectors, order, axis=1)
 
         values = self._stacked(lambda i: leading(i)[0], count)
         return values, self._stacked(lambda i: leading(i)[1], (self.d_model, count))
 
     def signature(self) -> Signature:
-        """Directions that attract and that repel in the symmetric part of W, and the attracting share of its energy.
+        """Directions in which the symmetric part of W attracts and repels, and the attracting share of energy.
 
         See `Signature`. A skew W (symmetric part below 1e-13 of its norm) has none: counts 0, energy NaN.
         docs/math.md#signature.
@@ -300,13 +253,13 @@ class BilinearForm:
         self._need_square("signature")
         xp = self._xp
         positive, negative, energy = [], [], []
-        for i, head in enumerate(self._heads):
+        for i, head in enumerate(self._of.heads):
             if head.defect is not None:
                 p, n, e = math.nan, math.nan, math.nan
             else:
-                values, _ = self._symmetric(i, vectors=False)
+                values, _ = symmetric_part(*self._factors(i), vectors=False)
                 largest = float(xp.max(xp.abs(values)))
-                if largest <= _VANISHED * math.sqrt(self._moments[i].norm2):
+                if largest <= _VANISHED * math.sqrt(self._of.moments[i].norm2):
                     p, n, e = 0.0, 0.0, math.nan
                 else:
                     values = values / largest
@@ -381,8 +334,8 @@ class BilinearForm:
         )
 
     def defects(self) -> list[str | None]:
-        """Why a head has no scores (zero, NaN or infinite weights), or None where it has: one entry per head."""
-        return list(self._defects)
+        """Why a head has no scores (zero, NaN or infinite weights), None where it has: one entry per head."""
+        return list(self._of.defects)
 
     # ---- inside --------------------------------------------------------------------------------------------
 
@@ -410,143 +363,21 @@ class BilinearForm:
     def _resolution(self) -> float:
         return 8.0 * float(self._xp.finfo(self._dtype).eps)
 
-    @cached_property
-    def _is_dense(self) -> bool:
-        """Whether forming W costs fewer operations than the products of the factors (both moments counted)."""
-        d_q, d_k, k = float(self.w_q.shape[1]), float(self.w_k.shape[1]), float(self.d_head)
-        factors = 4.0 * (d_q + d_k) * k**2 + 2.0 * k**3
-        dense = 2.0 * d_q * d_k * k + d_q**2 * d_k + 32.0 * d_q * d_k  # the last: passes over memory
-        return dense < factors
-
-    @cached_property
-    def _heads(self) -> list[_Head]:
-        keys = [self._factor(self.w_k[g, ...], "W_K") for g in range(self.n_kv_heads)]
-        return [
-            _Head(self._factor(self.w_q[h, ...], "W_Q"), keys[self.kv_head(h)]) for h in range(self.n_heads)
-        ]
-
-    @cached_property
-    def _defects(self) -> list[str | None]:
-        return [head.defect for head in self._heads]
-
-    def _factor(self, w: Array, name: str) -> _Factor:
-        """A factor in the working precision, times 2**-exponent where its size would over- or underflow."""
-        xp = self._xp
-        w = arrays.to(w, self._dtype)
-        gram, energy = self._gram(w)
-        if _SAFE[0] < energy < _SAFE[1]:
-            return _Factor(w, gram, 0, None)
-        largest = float(xp.max(xp.abs(w)))
-        if not math.isfinite(largest):
-            return _Factor(w, None, 0, f"{name} holds NaN or infinity")
-        if largest == 0.0:
-            return _Factor(w, None, 0, f"{name} is all zero")
-        exponent = math.frexp(largest)[1]
-        w = arrays.scaled(w, -exponent)
-        return _Factor(w, self._gram(w)[0], exponent, None)
-
-    def _gram(self, w: Array) -> tuple[Array | None, float]:
-        """w^T w in float64 where it is needed, and ||w||^2."""
-        xp = self._xp
-        with arrays.overflow_ignored():
-            if self._is_dense:
-                return None, float(xp.sum(w * w))
-            gram = arrays.double(w.T @ w)
-            return gram, float(xp.linalg.trace(gram))
-
-    @cached_property
-    def _moments(self) -> list[_Moments]:
-        of_head = self._dense_moments if self._is_dense else self._factor_moments
-        return [
-            _UNDEFINED if defect else of_head(head)
-            for head, defect in zip(self._heads, self._defects, strict=True)
-        ]
-
-    def _factor_moments(self, head: _Head) -> _Moments:
-        xp = self._xp
-        norm2 = float(xp.sum(head.q.gram * head.k.gram))
-        if head.q.w.shape[0] != head.k.w.shape[0]:
-            return _Moments(norm2, math.nan)
-        small = arrays.double(head.k.w.T @ head.q.w)
-        return _Moments(norm2, float(xp.sum(small * small.T)), small)
-
-    def _dense_moments(self, head: _Head) -> _Moments:
-        """Everything that one pass over W gives, in tiles: a whole transposed pass would miss every cache."""
-        xp, step = self._xp, 256
-        w = head.q.w @ head.k.w.T  # (d_q, d_k)
-        square = w.shape[0] == w.shape[1]
-        trace2 = 0.0 if square else math.nan
-        rows2, columns2 = [], 0.0
-        for i in range(0, w.shape[0], step):
-            strip = w[i : i + step, :]
-            if square:
-                across = w[i:, i : i + step].T  # (step, d - i), the mirror image of strip[:, i:]
-                product = strip[:, i:] * across
-                own = xp.sum(product[:, :step], dtype=xp.float64)
-                trace2 += float(own) + 2.0 * float(xp.sum(product[:, step:], dtype=xp.float64))
-            squares = strip * strip
-            rows2.append(xp.sum(squares, axis=1, dtype=xp.float64))
-            columns2 = columns2 + xp.sum(squares, axis=0, dtype=xp.float64)
-        energies = (xp.concat(rows2), columns2)
-        return _Moments(float(xp.sum(energies[0])), trace2, dense=w, energies=energies)
-
-    @cached_property
-    def _fourth(self) -> list[float]:
-        """||W W^T||_F^2 per head (after rescaling)."""
-        xp = self._xp
-        out = []
-        for head, moments in zip(self._heads, self._moments, strict=True):
-            if moments is _UNDEFINED:
-                out.append(math.nan)
-            elif moments.dense is not None:
-                w, step, total = moments.dense, 512, 0.0
-                for i in range(0, w.shape[0], step):  # W W^T is symmetric: its upper tiles are enough
-                    strip = w[i : i + step, :] @ w[i:, :].T  # (step, d - i)
-                    own = float(xp.sum(arrays.double(strip[:, :step]) ** 2))
-                    total += own + 2.0 * float(xp.sum(arrays.double(strip[:, step:]) ** 2))
-                out.append(total)
-            else:
-                p = head.q.gram @ head.k.gram
-                out.append(float(xp.sum(p * p.T)))
-        return out
-
-    @cached_property
-    def _norms(self) -> tuple[Array, Array]:
-        """Row norms (n_heads, d_q) and column norms (n_heads, d_k) after rescaling, float64."""
-        xp = self._xp
-        rows, columns = [], []
-        for head, moments in zip(self._heads, self._moments, strict=True):
-            if moments is _UNDEFINED:
-                blank = 0.0 if _is_zero(head.defect) else math.nan
-                rows2, columns2 = (
-                    xp.full(f.w.shape[0], blank, dtype=xp.float64, device=device(self.w_q))
-                    for f in (head.q, head.k)
-                )
-            elif moments.energies is not None:
-                rows2, columns2 = moments.energies
-            else:
-                rows2 = arrays.quadratic_rows(head.q.w, head.k.gram)
-                columns2 = arrays.quadratic_rows(head.k.w, head.q.gram)
-            rows.append(rows2)
-            columns.append(columns2)
-        stacked = (xp.stack(rows), xp.stack(columns))
-        return tuple(xp.sqrt(xp.where(x < 0.0, 0.0 * x, x)) for x in stacked)
-
     def _excesses(self, gamma: float) -> tuple[Array, Array]:
         if not math.isfinite(gamma):
             raise FormError(f"gamma is {gamma}; it must be a finite number of standard deviations")
-        rows, columns = (excess(norms, gamma, self._resolution) for norms in self._norms)
-        undefined = arrays.like([math.nan if d else 0.0 for d in self._defects], self.w_q)
+        rows, columns = (excess(norms, gamma, self._resolution) for norms in self._of.norms)
+        undefined = arrays.like([math.nan if d else 0.0 for d in self._of.defects], self.w_q)
         return rows + undefined, columns + undefined
 
     def _scales(self) -> Array:
-        return arrays.like([head.scale for head in self._heads], self.w_q)
+        return arrays.like([head.scale for head in self._of.heads], self.w_q)
 
     def _bias_energy(self, i: int) -> float:
         """||W_ext||^2 - ||W||^2 of head i (after rescaling)."""
         if self.b_q is None and self.b_k is None:
             return 0.0
-        xp, head = self._xp, self._heads[i]
+        xp, head = self._xp, self._of.heads[i]
         zero = xp.zeros(self.d_head, dtype=xp.float64, device=device(self.w_q))
         b_q = zero if self.b_q is None else arrays.scaled(arrays.double(self.b_q[i, ...]), -head.q.exponent)
         b_k = (
@@ -558,65 +389,24 @@ class BilinearForm:
         towards_queries = xp.sum((arrays.double(head.k.w) @ b_q) ** 2)
         return float(towards_keys + towards_queries + xp.sum(b_q * b_k) ** 2)
 
-    def _eigenvalues(self, i: int) -> Array:
-        xp, head, moments = self._xp, self._heads[i], self._moments[i]
-        if self.d_head > self.d_model:
-            product = arrays.double(head.q.w @ head.k.w.T)
-        elif moments.small is not None:
-            product = moments.small
-        else:
-            product = arrays.double(head.k.w.T @ head.q.w)
-        values = arrays.to(xp.linalg.eigvals(product), xp.complex128)
-        order = xp.argsort(xp.abs(values), descending=True)
-        return xp.take(values, order) * head.scale
-
-    def _svd(self, i: int) -> tuple[Array, Array, Array]:
-        """Left vectors (d_q, r), values (r,) and right vectors (d_k, r) of head i, from the thin factors."""
-        xp, head = self._xp, self._heads[i]
-        basis_q, r_q = xp.linalg.qr(arrays.double(head.q.w))
-        basis_k, r_k = xp.linalg.qr(arrays.double(head.k.w))
-        u, s, vh = xp.linalg.svd(r_q @ xp.matrix_transpose(r_k), full_matrices=False)
-        return basis_q @ u, s, basis_k @ xp.matrix_transpose(vh)
-
-    def _symmetric(self, i: int, *, vectors: bool) -> tuple[Array, Array | None]:
-        """Eigenvalues (and vectors) of (W + W^T)/2 of head i, in float64.
-
-        It lives in the span of Z = [W_Q, W_K]; with Z = U R, its eigenvalues are those of the small
-        (R_Q R_K^T + R_K R_Q^T)/2. The vectors need U, the values alone do not.
-        """
-        xp, head = self._xp, self._heads[i]
-        q, k = arrays.double(head.q.w), arrays.double(head.k.w)
-        basis = None
-        if 2 * self.d_head < self.d_model:
-            r = None if vectors else triangle(q, k)
-            if r is None:
-                basis, r = xp.linalg.qr(xp.concat([q, k], axis=1))
-            q, k = r[:, : self.d_head], r[:, self.d_head :]
-        w = q @ xp.matrix_transpose(k)
-        part = (w + xp.matrix_transpose(w)) / 2.0
-        if not vectors:
-            return xp.linalg.eigvalsh(part), None
-        values, eigenvectors = xp.linalg.eigh(part)
-        return values, eigenvectors if basis is None else basis @ eigenvectors
+    def _factors(self, i: int) -> tuple[Array, Array]:
+        head = self._of.heads[i]
+        return head.q.w, head.k.w
 
     def _scores(self, score: Any) -> Array:
-        values = [math.nan if defect else score(i) for i, defect in enumerate(self._defects)]
+        values = [math.nan if defect else score(i) for i, defect in enumerate(self._of.defects)]
         return arrays.like(values, self.w_q)
 
     def _stacked(self, per_head: Any, shape: int | tuple[int, ...], dtype: Any = None) -> Array:
         xp = self._xp
         nan = xp.full(shape, math.nan, dtype=dtype or xp.float64, device=device(self.w_q))
-        return xp.stack([nan if defect else per_head(i) for i, defect in enumerate(self._defects)])
+        return xp.stack([nan if defect else per_head(i) for i, defect in enumerate(self._of.defects)])
 
     def __iter__(self) -> Iterator[BilinearForm]:
         return (self.head(h) for h in range(self.n_heads))
 
     def __len__(self) -> int:
         return self.n_heads
-
-
-def _is_zero(defect: str | None) -> bool:
-    return defect is not None and defect.endswith("all zero")
 
 
 def _same_kind(**given: Array) -> None:
@@ -626,7 +416,8 @@ def _same_kind(**given: Array) -> None:
         kinds = ", ".join(f"{name}: {type(x).__module__.split('.')[0]}" for name, x in given.items())
         raise FormError(f"the arrays are of different kinds ({kinds}); convert one of them") from None
     if len({str(device(x)) for x in given.values()}) > 1:
-        raise FormError("the arrays are on different devices: " + ", ".join(str(device(x)) for x in given.values()))
+        places = ", ".join(f"{name}: {device(x)}" for name, x in given.items())
+        raise FormError(f"the arrays are on different devices ({places}); move one of them")
 
 
 def _checked_bias(name: str, bias: Array | None, weight: Array) -> Array | None:
@@ -635,6 +426,6 @@ def _checked_bias(name: str, bias: Array | None, weight: Array) -> Array | None:
     expected = (int(weight.shape[0]), int(weight.shape[2]))
     bias = arrays.checked(name, bias, 2, str(expected))
     if tuple(bias.shape) != expected:
-        raise FormError(f"{name} has shape {tuple(bias.shape)}; expected {expected}, one value per head and dimension")
+        raise FormError(f"{name} has shape {tuple(bias.shape)}; expected {expected}: heads, d_head")
     _same_kind(weight=weight, bias=bias)
     return bias

@@ -14,9 +14,9 @@ from array_api_compat import array_namespace
 def excess(norms: Any, gamma: float, resolution: float) -> Any:
     """Sum of (norm - threshold) over the norms above the threshold; 0.0 where none is.
 
-    `norms` (n_heads, d) float64 -> (n_heads,). `resolution` is the relative rounding error the norms carry: what
-    stands above the threshold by less is no outlier (a matrix whose rows are all equally long has none, whatever
-    rounding says).
+    `norms` (n_heads, d) float64 -> (n_heads,). `resolution` is the relative rounding error the norms carry:
+    what stands above the threshold by less is no outlier (a matrix whose rows are all equally long has none,
+    whatever rounding says).
     """
     xp = array_namespace(norms)
     d = norms.shape[1]

@@ -27,11 +27,13 @@ def symmetry_z(w: Matrix) -> float:
 
 
 def row_norms(w: Matrix) -> Matrix:
-    return np.linalg.norm(w, axis=1)
+    norms: Matrix = np.linalg.norm(w, axis=1)
+    return norms
 
 
 def column_norms(w: Matrix) -> Matrix:
-    return np.linalg.norm(w, axis=0)
+    norms: Matrix = np.linalg.norm(w, axis=0)
+    return norms
 
 
 def _excess(norms: Matrix, gamma: float) -> float:

@@ -11,19 +11,20 @@ from contextlib import suppress
 from importlib.metadata import version as package_version
 from pathlib import Path
 
+from qkform.cache import cache_folder
 from qkform.errors import QKFormError
 from qkform.records import write_whole
 
 
-def javascript(cache_folder: str | os.PathLike[str] | None = None) -> str:
+def javascript(folder: str | os.PathLike[str] | None = None) -> str:
     """An ES module, about 0.9 MB, that sets window.vegaEmbed, window.vega and window.vegaLite.
 
-    `cache_folder` defaults to `default_cache()`. The file there is named for the versions it was made from,
+    `folder` defaults to `qkform.cache.cache_folder()`. The file there is named for the versions it was made from,
     and carries the SHA-256 of its text in its first line: a truncated file is made again.
     """
     version = vega_lite_version()
-    folder = default_cache() if cache_folder is None else Path(cache_folder)
-    cached = folder / f"vega-bundle-{package_version('vl-convert-python')}-{version}.js"
+    name = f"vega-bundle-{package_version('vl-convert-python')}-{version}.js"
+    cached = (cache_folder() if folder is None else Path(folder)) / name
     text = _read(cached)
     if text is None:
         text = _inlinable(_made(version))
@@ -41,13 +42,6 @@ def vega_lite_version() -> str:
     if wanted in known:
         return wanted
     return max(known, key=lambda version: [int(part) for part in version.split(".")])
-
-
-def default_cache() -> Path:
-    """$XDG_CACHE_HOME/qkform, or ~/.cache/qkform."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # the XDG specification: a relative path is to be ignored
-    return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "qkform"
 
 
 def _made(version: str) -> str:

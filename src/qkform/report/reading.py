@@ -19,7 +19,7 @@ def reading(model: ModelScores) -> str:
     parts = [_symmetry(len(scored), above, below, median_of(rows, "symmetry") or 0.0)]
     heads = median_of((r for r in model.heads if r["attention"] == "self"), "symmetry")
     if heads is not None:
-        parts.append(f"The median head scores {signed(heads)}.")
+        parts.append(f"The median head scores {decimals(heads)}.")
     parts.append(_direction(values(rows, "directionality")))
     return " ".join(p for p in parts if p)
 
@@ -29,12 +29,9 @@ def mask_words(rows: Iterable[Row]) -> str:
     return ", ".join(dict.fromkeys(row["mask"] for row in rows))
 
 
-def signed(value: float | None, digits: int = 3) -> str:
-    """+0.405 as .405 with its sign where negative; a dash for what is not defined."""
-    if value is None:
-        return "–"
-    text = f"{value:.{digits}f}"
-    return text.replace("0.", ".", 1) if text.lstrip("-").startswith("0.") else text
+def decimals(value: float | None, digits: int = 3) -> str:
+    """A score with `digits` decimals; a dash for what is not defined."""
+    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def _beyond(rows: Sequence[Row]) -> tuple[int, int]:
@@ -52,7 +49,7 @@ def _symmetry(n: int, above: int, below: int, median: float) -> str:
     which = "the only layer" if n == 1 else f"{above} of {n} layers"
     if n == 1 and not above:
         which = "no layer"
-    text = f"Symmetry (median {signed(median)}): {which} above what random weights give"
+    text = f"Symmetry (median {decimals(median)}): {which} above what random weights give"
     if below:
         text += f", {below} below"
     return text + "."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from qkform.records import ModelScores, Row, median_of, null_band, values
-from qkform.report.reading import mask_words, reading, signed
+from qkform.report.reading import decimals, mask_words, reading
 
 BAR = 6  # cells on each side of zero
 NOTES = 10  # more of them would hide the table
@@ -77,7 +77,7 @@ def _table(component: str, attention: str, rows: list[Row], *, width: int, unico
             by_layer.setdefault(row["module"], []).append(row)
     columns = _columns(layers, by_layer, cross=attention == "cross", width=width, unicode=unicode)
     table = Table(
-        title=f"{_one_line(component) or 'the model'}: {attention}-attention, {mask_words(layers)}{_shared_flags(layers)}",
+        title=_title(component, attention, layers),
         title_justify="left",
         title_style="",
         box=box.SIMPLE_HEAD if unicode else box.ASCII2,
@@ -93,6 +93,11 @@ def _table(component: str, attention: str, rows: list[Row], *, width: int, unico
         cells = [column.cell(row) for column in columns]
         table.add_row(*(cells if unicode else [cell.replace("–", "-") for cell in cells]))
     return table
+
+
+def _title(component: str, attention: str, layers: list[Row]) -> str:
+    name = _one_line(component) or "the model"
+    return f"{name}: {attention}-attention, {mask_words(layers)}{_shared_flags(layers)}"
 
 
 @dataclass(frozen=True)
@@ -111,16 +116,16 @@ def _columns(
 
     def score(name: str) -> _Column:
         found = values(layers, name)
-        span = f"{signed(min(found))} to {signed(max(found))}" if found else "–"
+        span = f"{decimals(min(found))} to {decimals(max(found))}" if found else "–"
         if not bars:
-            return _Column(name[:9], signed(median_of(layers, name)), lambda r: signed(r[name]))
+            return _Column(name[:9], decimals(median_of(layers, name)), lambda r: decimals(r[name]))
 
         def cell(row: Row) -> str:
             if name == "directionality" and "no_outliers" in row["flags"]:
-                return f"{signed(row[name]):>6} no outliers"
-            return f"{signed(row[name]):>6} {bar(row[name], unicode=unicode)}"
+                return f"{decimals(row[name]):>6} no outliers"
+            return f"{decimals(row[name]):>6} {bar(row[name], unicode=unicode)}"
 
-        return _Column(name, f"{signed(median_of(layers, name)):>6}\n{span}", cell, justify="left")
+        return _Column(name, f"{decimals(median_of(layers, name)):>6}\n{span}", cell, justify="left")
 
     def plain(title: str, name: str, shown: Callable[[float | None], str]) -> _Column:
         return _Column(title, shown(median_of(layers, name)), lambda r: shown(r[name]))
@@ -130,18 +135,18 @@ def _columns(
     if not cross:
         columns += [
             score("symmetry"),
-            plain("z", "symmetry_z", lambda v: signed(v, 0)),
+            plain("z", "symmetry_z", lambda v: decimals(v, 0)),
             _Column(
                 "heads",
-                signed(median_of(heads, "symmetry")),
-                lambda r: signed(median_of(by_layer.get(r["module"], []), "symmetry")),
+                decimals(median_of(heads, "symmetry")),
+                lambda r: decimals(median_of(by_layer.get(r["module"], []), "symmetry")),
             ),
         ]
     columns.append(score("directionality"))
     if width >= 60:
         columns.append(plain("rank", "effective_rank", _number))
     if more and not cross:
-        columns.append(plain("attracts", "positive_energy", lambda v: signed(v, 2)))
+        columns.append(plain("attracts", "positive_energy", lambda v: decimals(v, 2)))
     if more:
         columns.append(plain("norm", "norm", _number))
     return columns
@@ -176,7 +181,7 @@ def _null_words(model: ModelScores) -> str:
         return ""
     low, high = min(b[0] for b in bands), max(b[1] for b in bands)
     return (
-        f"Random weights of this size: symmetry {signed(low)} to {signed(high)} (mean -+ 2 std). "
+        f"Random weights of this size: symmetry {decimals(low)} to {decimals(high)} (mean -+ 2 std). "
         "Directionality below 0: the key side dominates. A score says nothing about the mask."
     )
 

@@ -1,0 +1,198 @@
+"""The moments of W that the scores are made of, head by head: from the factors or, where cheaper, from W.
+
+||W||^2     = sum(G_Q * G_K)        G_Q = W_Q^T W_Q,  G_K = W_K^T W_K
+tr(W W)     = sum(C * C^T)          C   = W_K^T W_Q
+row norms^2 = diag(W_Q G_K W_Q^T)   column norms^2 = diag(W_K G_Q W_K^T)
+||W W^T||^2 = tr((G_Q G_K)^2)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from array_api_compat import array_namespace, device
+
+from qkform.form import arrays
+from qkform.form.arrays import Array
+
+TILE = 256  # rows of W at a time, so that a strip stays in the cache
+_SAFE = (1e-16, 1e16)  # squared norms outside are rescaled by a power of two first
+
+
+@dataclass(frozen=True)
+class Factor:
+    """W_Q or W_K of one head, widened and rescaled: the stored weight is w * 2**exponent."""
+
+    w: Array  # (d, d_head)
+    gram: Array  # (d_head, d_head) float64; None on the dense route
+    exponent: int
+    defect: str | None  # why it has no scores
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head: W = q k^T * 2**exponent."""
+
+    q: Factor
+    k: Factor
+
+    @property
+    def defect(self) -> str | None:
+        """Not finite outweighs zero; the query side is named first."""
+        found = [f.defect for f in (self.q, self.k) if f.defect is not None]
+        return min(found, key=is_zero, default=None)
+
+    @property
+    def scale(self) -> float:
+        return math.ldexp(1.0, self.q.exponent + self.k.exponent)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Second moments of one head's W (after rescaling), with the product they came from."""
+
+    norm2: float
+    trace2: float
+    small: Array | None = None  # C = W_K^T W_Q (d_head, d_head) float64
+    dense: Array | None = None  # W itself on the dense route, with its squared row and column norms
+    energies: tuple[Array, Array] | None = None
+
+
+UNDEFINED = Moments(math.nan, math.nan)
+
+
+def is_zero(defect: str | None) -> bool:
+    return defect is not None and defect.endswith("all zero")
+
+
+class HeadMoments:
+    """Moments of every head of w_q (n_heads, d, d_head) and w_k (n_kv_heads, d, d_head), each computed once."""
+
+    def __init__(self, w_q: Array, w_k: Array) -> None:
+        self.w_q, self.w_k = w_q, w_k
+        self.xp = array_namespace(w_q, w_k)
+        self.dtype = arrays.working_dtype(w_q, w_k)
+
+    @cached_property
+    def is_dense(self) -> bool:
+        """Whether forming W costs fewer operations than the products of the factors, all moments counted."""
+        d_q, d_k, k = float(self.w_q.shape[1]), float(self.w_k.shape[1]), float(self.w_q.shape[2])
+        factors = 4.0 * (d_q + d_k) * k**2 + 2.0 * k**3
+        dense = 2.0 * d_q * d_k * k + d_q**2 * d_k + 32.0 * d_q * d_k  # the last: passes over memory
+        return dense < factors
+
+    @cached_property
+    def heads(self) -> list[Head]:
+        keys = [self._factor(self.w_k[g, ...], "W_K") for g in range(int(self.w_k.shape[0]))]
+        n = int(self.w_q.shape[0])
+        group = n // int(self.w_k.shape[0])
+        return [Head(self._factor(self.w_q[h, ...], "W_Q"), keys[h // group]) for h in range(n)]
+
+    @cached_property
+    def defects(self) -> list[str | None]:
+        return [head.defect for head in self.heads]
+
+    def _factor(self, w: Array, name: str) -> Factor:
+        """A factor in the working precision, times 2**-exponent where its size would over- or underflow."""
+        xp = self.xp
+        w = arrays.to(w, self.dtype)
+        gram, energy = self._gram(w)
+        if _SAFE[0] < energy < _SAFE[1]:
+            return Factor(w, gram, 0, None)
+        largest = float(xp.max(xp.abs(w)))
+        if not math.isfinite(largest):
+            return Factor(w, None, 0, f"{name} holds NaN or infinity")
+        if largest == 0.0:
+            return Factor(w, None, 0, f"{name} is all zero")
+        exponent = math.frexp(largest)[1]
+        w = arrays.scaled(w, -exponent)
+        return Factor(w, self._gram(w)[0], exponent, None)
+
+    def _gram(self, w: Array) -> tuple[Array | None, float]:
+        """w^T w in float64 where it is needed, and ||w||^2."""
+        xp = self.xp
+        with arrays.overflow_ignored():
+            if self.is_dense:
+                return None, float(xp.sum(w * w))
+            gram = arrays.double(w.T @ w)
+            return gram, float(xp.linalg.trace(gram))
+
+    @cached_property
+    def moments(self) -> list[Moments]:
+        of_head = self._dense_moments if self.is_dense else self._factor_moments
+        return [
+            UNDEFINED if defect else of_head(head)
+            for head, defect in zip(self.heads, self.defects, strict=True)
+        ]
+
+    def _factor_moments(self, head: Head) -> Moments:
+        xp = self.xp
+        norm2 = float(xp.sum(head.q.gram * head.k.gram))
+        if head.q.w.shape[0] != head.k.w.shape[0]:
+            return Moments(norm2, math.nan)
+        small = arrays.double(head.k.w.T @ head.q.w)
+        return Moments(norm2, float(xp.sum(small * small.T)), small)
+
+    def _dense_moments(self, head: Head) -> Moments:
+        """Everything that one pass over W gives, in tiles: a whole transposed pass would miss every cache."""
+        xp, step = self.xp, TILE
+        w = head.q.w @ head.k.w.T  # (d_q, d_k)
+        square = w.shape[0] == w.shape[1]
+        trace2 = 0.0 if square else math.nan
+        rows2, columns2 = [], 0.0
+        for i in range(0, w.shape[0], step):
+            strip = w[i : i + step, :]
+            if square:
+                across = w[i:, i : i + step].T  # (step, d - i), the mirror image of strip[:, i:]
+                product = strip[:, i:] * across
+                own = xp.sum(product[:, :step], dtype=xp.float64)
+                trace2 += float(own) + 2.0 * float(xp.sum(product[:, step:], dtype=xp.float64))
+            squares = strip * strip
+            rows2.append(xp.sum(squares, axis=1, dtype=xp.float64))
+            columns2 = columns2 + xp.sum(squares, axis=0, dtype=xp.float64)
+        energies = (xp.concat(rows2), columns2)
+        return Moments(float(xp.sum(energies[0])), trace2, dense=w, energies=energies)
+
+    @cached_property
+    def fourth(self) -> list[float]:
+        """||W W^T||_F^2 per head (after rescaling)."""
+        xp = self.xp
+        out = []
+        for head, moments in zip(self.heads, self.moments, strict=True):
+            if moments is UNDEFINED:
+                out.append(math.nan)
+            elif moments.dense is not None:
+                w, step, total = moments.dense, TILE, 0.0
+                for i in range(0, w.shape[0], step):  # W W^T is symmetric: its upper tiles are enough
+                    strip = w[i : i + step, :] @ w[i:, :].T  # (step, d - i)
+                    own = float(xp.sum(arrays.double(strip[:, :step]) ** 2))
+                    total += own + 2.0 * float(xp.sum(arrays.double(strip[:, step:]) ** 2))
+                out.append(total)
+            else:
+                p = head.q.gram @ head.k.gram
+                out.append(float(xp.sum(p * p.T)))
+        return out
+
+    @cached_property
+    def norms(self) -> tuple[Array, Array]:
+        """Row norms (n_heads, d_q) and column norms (n_heads, d_k) after rescaling, float64."""
+        xp = self.xp
+        rows, columns = [], []
+        for head, moments in zip(self.heads, self.moments, strict=True):
+            if moments is UNDEFINED:
+                blank = 0.0 if is_zero(head.defect) else math.nan
+                rows2, columns2 = (
+                    xp.full(f.w.shape[0], blank, dtype=xp.float64, device=device(self.w_q))
+                    for f in (head.q, head.k)
+                )
+            elif moments.energies is not None:
+                rows2, columns2 = moments.energies
+            else:
+                rows2 = arrays.quadratic_rows(head.q.w, head.k.gram)
+                columns2 = arrays.quadratic_rows(head.k.w, head.q.gram)
+            rows.append(rows2)
+            columns.append(columns2)
+        stacked = (xp.stack(rows), xp.stack(columns))
+        return tuple(xp.sqrt(xp.where(x < 0.0, 0.0 * x, x)) for x in stacked)
