@@ -283,6 +283,37 @@ def test_a_symmetric_start_stored_in_float32_has_no_repelling_direction(kind):
         close(energy, np.ones(3))
 
 
+def test_counts_hold_for_ill_conditioned_factors():
+    """Where Z^T Z is singular to rounding or close to it, the counts are still those of the full matrix."""
+    counted = 0
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        d, k = 40, 6
+        w_q = np.linalg.qr(rng.normal(size=(d, k)))[0] * np.logspace(0, -rng.uniform(0, 9), k)
+        w_q = w_q @ np.linalg.qr(rng.normal(size=(k, k)))[0]
+        turn = [np.eye(k), np.diag(rng.choice([1.0, -1.0], k)), rng.normal(size=(k, k))][seed % 3]
+        w_k = w_q @ turn + (seed % 2) * 10.0 ** rng.uniform(-16, -6) * rng.normal(size=(d, k))
+        w = w_q @ w_k.T
+        values = np.linalg.eigvalsh((w + w.T) / 2)
+        values = values / np.abs(values).max()
+        if ((np.abs(values) > 2e-9) & (np.abs(values) < 5e-8)).any():
+            continue  # on the threshold itself
+        positive, negative, _ = qk.BilinearForm(w_q[None], w_k[None]).signature()
+        assert (positive[0], negative[0]) == ((values > 1e-8).sum(), (values < -1e-8).sum())
+        counted += 1
+    assert counted > 80
+
+
+def test_skew_heads_have_no_directions_whatever_rounding_does():
+    """[W_Q, W_K] of a skew head is singular, and rounding can hide it from a Cholesky factorisation."""
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        w = rng.normal(size=(1, 5 + seed % 7, 2))
+        positive, negative, energy = qk.BilinearForm(w, w @ np.array([[0.0, 1.0], [-1.0, 0.0]])).signature()
+        assert (positive[0], negative[0]) == (0.0, 0.0)
+        assert np.isnan(energy[0])
+
+
 def test_duplicate_columns_do_not_add_directions():
     rng = np.random.default_rng(1)
     w_q, w_k = rng.normal(size=(1, 50, 4)), rng.normal(size=(1, 50, 4))

@@ -72,6 +72,13 @@ def quadratic_rows(x: Array, gram: Array) -> Array:
     return xp.sum(product, axis=axis, dtype=xp.float64)
 
 
+def energy(x: Array) -> float:
+    """||x||^2 of a matrix in its own precision, in one pass along memory; inf where it overflows."""
+    xp = array_namespace(x)
+    flat = xp.reshape(x.T if runs_along_columns(x) else x, (-1,))
+    return float(xp.linalg.vecdot(flat, flat))
+
+
 def scaled(x: Array, exponent: int) -> Array:
     """x times 2**exponent, exact unless the result leaves the range of its type."""
     half = exponent // 2  # in two steps, since 2**140 is no float32

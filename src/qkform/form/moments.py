@@ -17,7 +17,8 @@ from array_api_compat import array_namespace, device
 from qkform.form import arrays
 from qkform.form.arrays import Array
 
-TILE = 256  # rows of W at a time, so that a strip stays in the cache
+STRIP = 64  # rows of W at a time
+TILE = 128  # side of the pieces of W that are held against their mirror image
 _SAFE = (1e-16, 1e16)  # squared norms outside are rescaled by a power of two first
 
 
@@ -115,7 +116,7 @@ class HeadMoments:
         xp = self.xp
         with arrays.overflow_ignored():
             if self.is_dense:
-                return None, float(xp.sum(w * w))
+                return None, arrays.energy(w)
             gram = arrays.double(w.T @ w)
             return gram, float(xp.linalg.trace(gram))
 
@@ -136,24 +137,28 @@ class HeadMoments:
         return Moments(norm2, float(xp.sum(small * small.T)), small)
 
     def _dense_moments(self, head: Head) -> Moments:
-        """Everything that one pass over W gives, in tiles: a whole transposed pass would miss every cache."""
-        xp, step = self.xp, TILE
+        """Everything that one pass over W gives, in strips and tiles that stay in the cache."""
+        xp = self.xp
         w = head.q.w @ head.k.w.T  # (d_q, d_k)
-        square = w.shape[0] == w.shape[1]
-        trace2 = 0.0 if square else math.nan
-        rows2, columns2 = [], 0.0
-        for i in range(0, w.shape[0], step):
-            strip = w[i : i + step, :]
-            if square:
-                across = w[i:, i : i + step].T  # (step, d - i), the mirror image of strip[:, i:]
-                product = strip[:, i:] * across
-                own = xp.sum(product[:, :step], dtype=xp.float64)
-                trace2 += float(own) + 2.0 * float(xp.sum(product[:, step:], dtype=xp.float64))
-            squares = strip * strip
-            rows2.append(xp.sum(squares, axis=1, dtype=xp.float64))
-            columns2 = columns2 + xp.sum(squares, axis=0, dtype=xp.float64)
+        d_q, d_k = w.shape
+        right = xp.ones(d_k, dtype=xp.float64, device=device(w))
+        rows2, columns2 = [], 0.0 * right
+        for i in range(0, d_q, STRIP):
+            squares = arrays.double(w[i : i + STRIP, :]) ** 2
+            rows2.append(squares @ right)  # sums as products with ones: twice as fast as sum over an axis
+            columns2 = columns2 + xp.ones(squares.shape[0], dtype=xp.float64, device=device(w)) @ squares
         energies = (xp.concat(rows2), columns2)
+        trace2 = self._trace_of_square(w) if d_q == d_k else math.nan
         return Moments(float(xp.sum(energies[0])), trace2, dense=w, energies=energies)
+
+    def _trace_of_square(self, w: Array) -> float:
+        """tr(W W) = sum(W * W^T), tile by tile with its mirror image: a transposed pass would miss every cache."""
+        xp, total = self.xp, 0.0
+        for i in range(0, w.shape[0], TILE):
+            for j in range(i, w.shape[0], TILE):
+                tile = w[i : i + TILE, j : j + TILE] * w[j : j + TILE, i : i + TILE].T
+                total += float(xp.sum(tile, dtype=xp.float64)) * (1.0 if i == j else 2.0)
+        return total
 
     @cached_property
     def fourth(self) -> list[float]:
@@ -164,7 +169,7 @@ class HeadMoments:
             if moments is UNDEFINED:
                 out.append(math.nan)
             elif moments.dense is not None:
-                w, step, total = moments.dense, TILE, 0.0
+                w, step, total = moments.dense, 4 * TILE, 0.0
                 for i in range(0, w.shape[0], step):  # W W^T is symmetric: its upper tiles are enough
                     strip = w[i : i + step, :] @ w[i:, :].T  # (step, d - i)
                     own = float(xp.sum(arrays.double(strip[:, :step]) ** 2))

@@ -9,8 +9,9 @@ from array_api_compat import array_namespace
 
 from qkform.form.arrays import Array, double, to
 
-# Z^T Z squares the condition of Z. Above this ratio of squared pivots, what is lost stays far below the
-# 1e-8 at which eigenvalues are counted; below it, a QR of Z itself is worth its price.
+
+# Z^T Z squares the condition of Z: a pivot that is zero to rounding comes out as 1e-16, and its root, 1e-8 of the
+# largest, enters R. Below this ratio of squared pivots a QR of Z itself is worth its price.
 _SAFE_PIVOT = 1e-10
 
 
@@ -59,7 +60,7 @@ def symmetric_part(q: Array, k: Array, *, vectors: bool) -> tuple[Array, Any]:
 
 
 def _triangle(q: Array, k: Array) -> Any:
-    """R (2 d_head, 2 d_head), upper triangular, with R^T R = Z^T Z; None where Z is too ill-conditioned.
+    """R (2 d_head, 2 d_head), upper triangular, with R^T R = Z^T Z; None where Z is too ill-conditioned for it.
 
     By Cholesky, ten times faster than a QR of Z.
     """
