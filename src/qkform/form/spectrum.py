@@ -9,7 +9,6 @@ from array_api_compat import array_namespace
 
 from qkform.form.arrays import Array, double, to
 
-
 # Z^T Z squares the condition of Z: a pivot that is zero to rounding comes out as 1e-16, and its root, 1e-8 of the
 # largest, enters R. Below this ratio of squared pivots a QR of Z itself is worth its price.
 _SAFE_PIVOT = 1e-10
