@@ -33,7 +33,7 @@ check: $(STAMP)  ## style and types
 	$(BIN)/mypy
 
 bench: setup  ## benchmarks, as ratios within one run
-	$(BIN)/python benchmarks/scan.py
+	$(BIN)/python benchmarks/scan.py --json benchmarks/results/scan.json | tee benchmarks/results/scan.txt
 
 clean:  ## remove the environment and everything generated
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
