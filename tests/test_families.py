@@ -83,7 +83,7 @@ def test_a_wrong_rule_fails(name: str, change: dict[str, object], monkeypatch: p
     (case,) = (c for c in truth.CASES if c.name == name)
     right = families()
     wrong = replace(right[name], rules=tuple(replace(rule, **change) for rule in right[name].rules))
-    monkeypatch.setattr("qkform.layouts.find.families", lambda: {**right, name: wrong})
+    monkeypatch.setattr("qkform.layouts.choose.families", lambda: {**right, name: wrong})
     try:
         problems = truth.verify(case).problems
     except QKFormError:

@@ -478,7 +478,7 @@ def compare(
             ),
             "n_heads, n_kv_heads": ((layer.n_heads, layer.n_kv_heads), (n, len(truth.b_k))),
             "d_model, d_head": ((layer.d_model, layer.d_head), (d, truth.b_q.shape[1])),
-            "layer": (layer.shared_by or [layer.layer], truth.order),
+            "layer": (list(layer.shared_by or [layer.layer]), truth.order),
             "flags": (layer.flags, ("qk_norm",) if path in normed else ()),
             "component": (any(f".{t}".startswith(f".{layer.component}") for t in checkpoint.tensors), True),
             "module": (any(t.startswith(layer.module) for t in checkpoint.tensors), True),

@@ -141,7 +141,7 @@ def _rows(layer: AttentionLayer, form: BilinearForm, options: Options, *, heads:
             "component": layer.component,
             "module": layer.module,
             "layer": layer.layer,
-            "shared_by": layer.shared_by,
+            "shared_by": list(layer.shared_by) if layer.shared_by else None,
             "head": i if heads else None,
             "kv_head": form.kv_head(i) if heads else None,
             "attention": layer.attention,

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -28,6 +28,27 @@ class TensorInfo:
     offset: int  # bytes from the start of the file
     nbytes: int  # as stored
 
+    def head(self, rows: int | None) -> TensorInfo:
+        """The first `rows` rows alone; all of it for None."""
+        if rows is None or rows >= self.shape[0]:
+            return self
+        return replace(self, shape=(rows, *self.shape[1:]), nbytes=self.nbytes // self.shape[0] * rows)
+
+
+FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "bfloat16"}  # both formats use these words
+
+
+def as_floats(raw: NDArray[np.uint8], info: TensorInfo) -> NDArray[Any]:
+    """Bytes as the array of a plain floating type that they store; `info.dtype` is one of `FLOATS`."""
+    if info.dtype == "BF16":
+        import ml_dtypes
+
+        dtype = np.dtype(ml_dtypes.bfloat16)
+    else:
+        dtype = np.dtype(FLOATS[info.dtype])
+    array: NDArray[Any] = raw.view(dtype).reshape(info.shape)
+    return array
+
 
 class Checkpoint(Protocol):
     """An opened checkpoint. Nothing but headers is read until `read` asks for a tensor."""
@@ -42,8 +63,8 @@ class Checkpoint(Protocol):
     def bytes_read(self) -> int:
         """Bytes taken from the files so far, headers and configs included."""
 
-    def read(self, name: str) -> NDArray[Any]:
-        """The tensor as a numpy array of a floating type (bfloat16 as ml_dtypes')."""
+    def read(self, name: str, rows: int | None = None) -> NDArray[Any]:
+        """The tensor, or its first `rows` rows, as numpy of a floating type (bfloat16 as ml_dtypes')."""
 
 
 class ByteReader:
@@ -51,11 +72,6 @@ class ByteReader:
 
     def __init__(self) -> None:
         self.bytes_read = 0
-
-    @contextmanager
-    def open(self, path: Path) -> Iterator[BinaryIO]:
-        with opening(path) as file:
-            yield file
 
     def read(self, path: Path, offset: int, nbytes: int) -> NDArray[np.uint8]:
         """`nbytes` bytes of `path` from `offset`, or a CheckpointError that says how many are missing."""

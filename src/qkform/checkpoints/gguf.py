@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from qkform.checkpoints.base import ByteReader, TensorInfo, refuse_pointer
+from qkform.checkpoints.base import FLOATS, ByteReader, TensorInfo, as_floats, opening, refuse_pointer
 from qkform.errors import CheckpointError, SourceError
 
 MAX_HEADER_BYTES = 100_000_000  # the same bound as safetensors; a vocabulary of 256k words needs about 15 MB
@@ -33,7 +33,6 @@ _STRING, _ARRAY = 8, 9
 _LETTERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _SCALARS = {code: struct.Struct("<" + letter) for code, letter in _LETTERS.items()}
 _U32, _U64 = _SCALARS[4], _SCALARS[10]
-_NATIVE = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _SKIPPED = object()
 
 
@@ -46,7 +45,7 @@ class GGUFCheckpoint:
     def __init__(self, source: str, path: Path, reader: ByteReader) -> None:
         self.source = source
         self._reader = reader
-        with reader.open(path) as file:
+        with opening(path) as file:
             header = _Header(file, path, reader)
             n_tensors, n_keys = _read_counts(header)
             config = _read_metadata(header, n_keys)
@@ -60,19 +59,12 @@ class GGUFCheckpoint:
     def bytes_read(self) -> int:
         return self._reader.bytes_read
 
-    def read(self, name: str) -> NDArray[Any]:
+    def read(self, name: str, rows: int | None = None) -> NDArray[Any]:
         """The tensor as stored for F64, F32, F16 and BF16; float32 for every quantised type."""
-        info = self.tensors[name]
-        if info.dtype == "BF16":
-            import ml_dtypes
-
-            dtype = np.dtype(ml_dtypes.bfloat16)
-        elif info.dtype in _NATIVE:
-            dtype = np.dtype(_NATIVE[info.dtype])
-        else:
-            return _dequantised(name, info, self._reader)
-        stored: NDArray[Any] = self._reader.read(info.file, info.offset, info.nbytes).view(dtype)
-        return stored.reshape(info.shape)
+        info = self.tensors[name].head(rows)
+        if info.dtype in FLOATS:
+            return as_floats(self._reader.read(info.file, info.offset, info.nbytes), info)
+        return _dequantised(name, info, self._reader)
 
 
 class _Header:

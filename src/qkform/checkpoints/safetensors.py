@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from qkform.checkpoints.base import (
+    FLOATS,
     ByteReader,
     TensorInfo,
+    as_floats,
     opening,
     parse_json,
     read_json,
@@ -26,7 +27,6 @@ from qkform.checkpoints.base import (
 from qkform.errors import CheckpointError, ConfigError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
-_NATIVE = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 
 class SafetensorsCheckpoint:
@@ -64,22 +64,14 @@ class SafetensorsCheckpoint:
     def bytes_read(self) -> int:
         return self._reader.bytes_read
 
-    def read(self, name: str) -> NDArray[Any]:
-        info = self.tensors[name]
-        if info.dtype == "BF16":
-            import ml_dtypes
-
-            dtype = np.dtype(ml_dtypes.bfloat16)
-        elif info.dtype in _NATIVE:
-            dtype = np.dtype(_NATIVE[info.dtype])
-        else:
+    def read(self, name: str, rows: int | None = None) -> NDArray[Any]:
+        info = self.tensors[name].head(rows)
+        if info.dtype not in FLOATS:
             raise CheckpointError(
                 f"tensor {name!r} in {info.file} is stored as {info.dtype}; Q and K are read from "
                 "F64, F32, F16 and BF16 (quantised codes mean nothing without their scales)"
             )
-        raw: NDArray[Any] = self._reader.read(info.file, info.offset, info.nbytes)
-        tensor: NDArray[Any] = raw.view(dtype).reshape(info.shape)
-        return tensor
+        return as_floats(self._reader.read(info.file, info.offset, info.nbytes), info)
 
 
 def read_header(path: Path, reader: ByteReader) -> dict[str, TensorInfo]:

@@ -22,7 +22,14 @@ def checked(name: str, x: Array, ndim: int, shape_in_words: str) -> Array:
         raise FormError(f"{name} has shape {tuple(x.shape)}; expected {shape_in_words}, no side of length 0")
     if not is_real_floating(x):
         raise FormError(f"{name} holds {x.dtype}; expected real floating-point numbers")
-    return x.detach() if is_torch_array(x) else x
+    if is_torch_array(x):
+        if x.device.type == "meta" or str(x.layout) != "torch.strided":
+            raise FormError(f"{name} is a torch tensor without dense values ({x.device}, {x.layout})")
+        return x.detach()
+    if isinstance(x, np.ndarray) and x.dtype.kind == "f":  # another byte order, long double, a subclass
+        wide = np.float64 if x.dtype.itemsize > 8 else x.dtype.newbyteorder("=")
+        return np.asarray(x, dtype=wide)
+    return x
 
 
 def is_real_floating(x: Array) -> bool:

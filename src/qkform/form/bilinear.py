@@ -8,7 +8,7 @@ papers write it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device
@@ -72,6 +72,7 @@ class BilinearForm:
         self.b_q = _checked_bias("b_q", b_q, w_q)
         self.b_k = _checked_bias("b_k", b_k, w_k)
         self._of = HeadMoments(w_q, w_k)
+        self._exact_q: Callable[[], Array] | None = None
         self._xp, self._dtype = self._of.xp, self._of.dtype
 
     # ---- shape ---------------------------------------------------------------------------------------------
@@ -112,7 +113,9 @@ class BilinearForm:
         NaN for a head without weights (see `defects`).  Source: arXiv 2502.10927; docs/math.md#symmetry.
         """
         self._need_square("symmetry")
-        return self._scores(lambda i: self._of.moments[i].trace2 / self._of.moments[i].norm2)
+        return self._scores(
+            lambda i: max(-1.0, min(1.0, self._of.moments[i].trace2 / self._of.moments[i].norm2))
+        )
 
     def symmetry_z(self) -> Array:
         """Symmetry in standard deviations from what random weights of the same spectrum give.
@@ -164,7 +167,11 @@ class BilinearForm:
         """How many directions carry W: ||W||_F^4 / ||W W^T||_F^2, the participation ratio of squared
         singular values. Returns (n_heads,) float64 in [1, min(d_model, d_head)]. docs/math.md#effective_rank.
         """
-        return self._scores(lambda i: self._of.moments[i].norm2 ** 2 / self._of.fourth[i])
+
+        def rank(i: int) -> float:  # inside its bounds, which rounding may miss
+            return min(max(self._of.moments[i].norm2 ** 2 / self._of.fourth[i], 1.0), float(self._rank_bound))
+
+        return self._scores(rank)
 
     def bias_share(self) -> Array:
         """The share of the extended form [x, 1] W_ext [x, 1]^T that comes from the biases.
@@ -178,7 +185,9 @@ class BilinearForm:
             if head.defect is not None:
                 values.append(1.0 if is_zero(head.defect) and extra > 0.0 else math.nan)
             else:
-                values.append(extra / (self._of.moments[i].norm2 + extra))
+                values.append(
+                    extra / (self._of.moments[i].norm2 + extra) if extra < math.inf else self._all_bias(i)
+                )
         return arrays.like(values, self.w_q)
 
     def row_norms(self) -> Array:
@@ -259,12 +268,14 @@ class BilinearForm:
             else:
                 values, _ = symmetric_part(*self._factors(i), vectors=False)
                 largest = float(xp.max(xp.abs(values)))
-                if largest <= _VANISHED * math.sqrt(self._of.moments[i].norm2):
+                size = math.sqrt(head.q.energy * head.k.energy)  # what rounding is measured by
+                if largest <= _VANISHED * size:
                     p, n, e = 0.0, 0.0, math.nan
                 else:
                     values = values / largest
-                    p = float(xp.sum(arrays.double(values > SIGNATURE_TOLERANCE)))
-                    n = float(xp.sum(arrays.double(values < -SIGNATURE_TOLERANCE)))
+                    least = max(SIGNATURE_TOLERANCE, 1e-15 * size / largest)
+                    p = float(xp.sum(arrays.double(values > least)))
+                    n = float(xp.sum(arrays.double(values < -least)))
                     up = xp.where(values > 0.0, values, 0.0 * values)
                     e = float(xp.sum(up**2)) / float(xp.sum(values**2))
             positive.append(p)
@@ -287,8 +298,8 @@ class BilinearForm:
             w = xp.permute_dims(w, (0, 2, 1))  # (n_kv_heads, d_head, d): no copy for stored Linear weights
             return xp.permute_dims(xp.reshape(w, (1, w.shape[0] * w.shape[1], w.shape[2])), (0, 2, 1))
 
-        def over_group(w: Array) -> Array:  # (n_heads, ...) -> (n_kv_heads, ...)
-            w = arrays.to(w, self._dtype)
+        def over_group(w: Array, dtype: Any = self._dtype) -> Array:  # (n_heads, ...) -> (n_kv_heads, ...)
+            w = arrays.to(w, dtype)
             if group == 1:
                 return w
             parts = [w[j::group, ...] for j in range(group)]
@@ -302,9 +313,12 @@ class BilinearForm:
             bias["b_q"] = xp.reshape(over_group(self.b_q), (1, -1))
         if self.b_k is not None:
             bias["b_k"] = xp.reshape(arrays.to(self.b_k, self._dtype), (1, -1))
-        return BilinearForm(
+        total = BilinearForm(
             side_by_side(over_group(self.w_q)), side_by_side(arrays.to(self.w_k, self._dtype)), **bias
         )
+        if group > 1 and self._dtype != xp.float64:  # the rounding of these sums would count as directions
+            total._exact_q = lambda: side_by_side(over_group(self.w_q, xp.float64))
+        return total
 
     def head(self, head: int) -> BilinearForm:
         """One head alone, as a form with n_heads = n_kv_heads = 1."""
@@ -359,14 +373,19 @@ class BilinearForm:
     def _symmetric_bound(self) -> int:
         return min(self.d_model, 2 * self.d_head)
 
-    @property
-    def _resolution(self) -> float:
-        return 8.0 * float(self._xp.finfo(self._dtype).eps)
+    def _resolutions(self) -> Array:
+        """(n_heads, 1): the relative rounding error that row and column norms carry."""
+        out = []
+        for head, moments in zip(self._of.heads, self._of.moments, strict=True):
+            spread = head.q.energy * head.k.energy / (self.d_head * moments.norm2) if not head.defect else 1.0
+            out.append(8.0 * self._of.eps * max(1.0, spread))
+        return arrays.like(out, self.w_q)[:, None]
 
     def _excesses(self, gamma: float) -> tuple[Array, Array]:
-        if not math.isfinite(gamma):
-            raise FormError(f"gamma is {gamma}; it must be a finite number of standard deviations")
-        rows, columns = (excess(norms, gamma, self._resolution) for norms in self._of.norms)
+        if not isinstance(gamma, (int, float)) or not abs(gamma) <= 1e6:
+            raise FormError(f"gamma is {gamma!r}; it must be a number of standard deviations, at most 1e6")
+        resolutions = self._resolutions()
+        rows, columns = (excess(norms, gamma, resolutions) for norms in self._of.norms)
         undefined = arrays.like([math.nan if d else 0.0 for d in self._of.defects], self.w_q)
         return rows + undefined, columns + undefined
 
@@ -385,13 +404,27 @@ class BilinearForm:
             if self.b_k is None
             else arrays.scaled(arrays.double(self.b_k[self.kv_head(i), ...]), -head.k.exponent)
         )
-        towards_keys = xp.sum((arrays.double(head.q.w) @ b_k) ** 2)  # W_Q b_K: the last column of W_ext
-        towards_queries = xp.sum((arrays.double(head.k.w) @ b_q) ** 2)
-        return float(towards_keys + towards_queries + xp.sum(b_q * b_k) ** 2)
+        w_q, w_k = self._factors(i)
+        with arrays.overflow_ignored():
+            towards_keys = xp.sum((w_q @ b_k) ** 2)  # W_Q b_K: the last column of W_ext
+            towards_queries = xp.sum((w_k @ b_q) ** 2)
+            return float(towards_keys + towards_queries + xp.sum(b_q * b_k) ** 2)
 
     def _factors(self, i: int) -> tuple[Array, Array]:
+        """W_Q and W_K of head i in float64, after rescaling; of a whole layer, summed in float64."""
         head = self._of.heads[i]
-        return head.q.w, head.k.w
+        w_q = self.w_q[i, ...] if self._exact_q is None else self._exact_q()[i, ...]
+        w_k = self.w_k[self.kv_head(i), ...]
+        return (
+            arrays.scaled(arrays.double(w_q), -head.q.exponent),
+            arrays.scaled(arrays.double(w_k), -head.k.exponent),
+        )
+
+    def _all_bias(self, i: int) -> float:
+        """bias_share where the biases' energy is beyond float64: 1, unless they are not finite themselves."""
+        xp = self._xp
+        given = [b[h, ...] for b, h in ((self.b_q, i), (self.b_k, self.kv_head(i))) if b is not None]
+        return 1.0 if all(bool(xp.all(xp.isfinite(b))) for b in given) else math.nan
 
     def _scores(self, score: Any) -> Array:
         values = [math.nan if defect else score(i) for i, defect in enumerate(self._of.defects)]

@@ -19,7 +19,8 @@ from qkform.form.arrays import Array
 
 STRIP = 64  # rows of W at a time
 TILE = 128  # side of the pieces of W that are held against their mirror image
-_SAFE = (1e-16, 1e16)  # squared norms outside are rescaled by a power of two first
+_CANCELS = 1e-4  # ||W||^2 below this share of ||W_Q||^2 ||W_K||^2: the sums of the Grams lose digits
+_SAFE = (1e-8, 1e16)  # squared norms outside are rescaled by a power of two first
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Factor:
     gram: Array  # (d_head, d_head) float64; None on the dense route
     exponent: int
     defect: str | None  # why it has no scores
+    energy: float = 0.0  # ||w||^2
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,19 @@ class Head:
 
     q: Factor
     k: Factor
+    vanished: bool = False  # W_Q and W_K are not zero, and W = W_Q W_K^T is, to rounding
+    dense: Array = None  # q k^T on the dense route
 
     @property
     def defect(self) -> str | None:
-        """Not finite outweighs zero; the query side is named first."""
+        """Why the head has no scores. Not finite outweighs zero; the query side is named first."""
         found = [f.defect for f in (self.q, self.k) if f.defect is not None]
-        return min(found, key=is_zero, default=None)
+        return min(found, key=is_zero, default="W_Q W_K^T is all zero" if self.vanished else None)
 
     @property
     def scale(self) -> float:
-        return math.ldexp(1.0, self.q.exponent + self.k.exponent)
+        exponent = self.q.exponent + self.k.exponent
+        return math.ldexp(1.0, exponent) if exponent < 1024 else math.inf
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class HeadMoments:
         self.w_q, self.w_k = w_q, w_k
         self.xp = array_namespace(w_q, w_k)
         self.dtype = arrays.working_dtype(w_q, w_k)
+        self.eps = float(self.xp.finfo(self.dtype).eps)
 
     @cached_property
     def is_dense(self) -> bool:
@@ -89,7 +95,40 @@ class HeadMoments:
         keys = [self._factor(self.w_k[g, ...], "W_K") for g in range(int(self.w_k.shape[0]))]
         n = int(self.w_q.shape[0])
         group = n // int(self.w_k.shape[0])
-        return [Head(self._factor(self.w_q[h, ...], "W_Q"), keys[h // group]) for h in range(n)]
+        return [self._head(self._factor(self.w_q[h, ...], "W_Q"), keys[h // group]) for h in range(n)]
+
+    def _head(self, q: Factor, k: Factor) -> Head:
+        """The head of two factors; where their products would cancel, of better conditioned ones."""
+        head = Head(q, k)
+        if head.defect is not None:
+            return head
+        if self.is_dense:
+            dense = q.w @ k.w.T  # (d_q, d_k)
+            return Head(q, k, self._is_rounding(dense, q, k), dense)
+        if float(self.xp.sum(q.gram * k.gram)) > _CANCELS * q.energy * k.energy:
+            return head
+        return self._reconditioned(q, k)
+
+    def _reconditioned(self, q: Factor, k: Factor) -> Head:
+        """The same W with orthonormal keys: W = (U_Q M) U_K^T with M = R_Q R_K^T, in float64.
+
+        W_Q A and W_K A^-T give the same W for every A, but Grams of an ill-conditioned A cancel.
+        """
+        xp = self.xp
+        basis_q, r_q = xp.linalg.qr(arrays.double(q.w))
+        basis_k, r_k = xp.linalg.qr(arrays.double(k.w))
+        middle = r_q @ r_k.T
+        w_q = basis_q @ middle  # (d_q, rank)
+        gram_k = basis_k.T @ basis_k
+        return Head(
+            Factor(w_q, w_q.T @ w_q, q.exponent, None, arrays.energy(w_q)),
+            Factor(basis_k, gram_k, k.exponent, None, float(basis_k.shape[1])),
+            self._is_rounding(middle, q, k),
+        )
+
+    def _is_rounding(self, product: Array, q: Factor, k: Factor) -> bool:
+        """Whether W is no larger than the rounding errors of the weights it is made of."""
+        return arrays.energy(product) <= (8.0 * self.eps) ** 2 * q.energy * k.energy
 
     @cached_property
     def defects(self) -> list[str | None]:
@@ -101,7 +140,7 @@ class HeadMoments:
         w = arrays.to(w, self.dtype)
         gram, energy = self._gram(w)
         if _SAFE[0] < energy < _SAFE[1]:
-            return Factor(w, gram, 0, None)
+            return Factor(w, gram, 0, None, energy)
         largest = float(xp.max(xp.abs(w)))
         if not math.isfinite(largest):
             return Factor(w, None, 0, f"{name} holds NaN or infinity")
@@ -109,7 +148,8 @@ class HeadMoments:
             return Factor(w, None, 0, f"{name} is all zero")
         exponent = math.frexp(largest)[1]
         w = arrays.scaled(w, -exponent)
-        return Factor(w, self._gram(w)[0], exponent, None)
+        gram, energy = self._gram(w)
+        return Factor(w, gram, exponent, None, energy)
 
     def _gram(self, w: Array) -> tuple[Array | None, float]:
         """w^T w in float64 where it is needed, and ||w||^2."""
@@ -139,7 +179,7 @@ class HeadMoments:
     def _dense_moments(self, head: Head) -> Moments:
         """Everything that one pass over W gives, in strips and tiles that stay in the cache."""
         xp = self.xp
-        w = head.q.w @ head.k.w.T  # (d_q, d_k)
+        w = head.dense
         d_q, d_k = w.shape
         right = xp.ones(d_k, dtype=xp.float64, device=device(w))
         rows2, columns2 = [], 0.0 * right

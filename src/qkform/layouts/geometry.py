@@ -37,6 +37,7 @@ class Scope:
 
     def __init__(self, config: Mapping[str, Any] | None, rule: Rule, where: str, arch: str = "") -> None:
         self.where, self._arch = where, arch
+        self._defaults: Mapping[str, int] = rule.defaults if config else {}
         self.config: Mapping[str, Any] = config or {}
         nested = self.config.get(rule.config) if rule.config else None
         if nested is not None:
@@ -49,13 +50,17 @@ class Scope:
         value = self.config.get(key.replace("{arch}", self._arch)) if key else None
         if value is None or isinstance(value, bool):
             return value
-        raise ConfigError(f"{self.where}: {key} is {_shown(value)}; expected true or false")
+        shown = key.replace("{arch}", self._arch)
+        raise ConfigError(f"{self.where}: {shown} is {_shown(value)}; expected true or false")
+
+    def names(self, keys: tuple[str, ...]) -> str:
+        return ", ".join(key.replace("{arch}", self._arch) for key in keys)
 
     def count(self, keys: tuple[str, ...], layer: int) -> tuple[str, int] | None:
         """The first of `keys` that is present, as (key, positive int); a list holds one value per layer."""
         for key in keys:
             key = key.replace("{arch}", self._arch)
-            value = self.config.get(key)
+            value = self.config.get(key, self._defaults.get(key))
             if isinstance(value, (list, tuple)):
                 if not 0 <= layer < len(value):
                     raise ConfigError(
@@ -84,16 +89,14 @@ def geometry(
     heads = _asked(overrides.heads, "--heads") or scope.count(rule.heads, layer)
     if heads is None:
         raise ConfigError(
-            f"{scope.where} does not say how many heads there are (looked for {', '.join(rule.heads)}); "
+            f"{scope.where} does not say how many heads there are (looked for {scope.names(rule.heads)}); "
             "pass --heads"
         )
     kv_heads = _asked(overrides.kv_heads, "--kv-heads") or scope.count(rule.kv_heads, layer) or heads
     head_dim = _asked(overrides.head_dim, "--head-dim") or scope.count(rule.head_dim, layer)
     d_model = scope.count(rule.d_model, layer)
     if d_model is not None and d_model[1] != q_in:
-        raise ConfigError(
-            f"{scope.where}: {d_model[0]} is {d_model[1]}, and {q_name!r} takes {q_in} inputs"
-        )
+        raise ConfigError(f"{scope.where}: {d_model[0]} is {d_model[1]}, and {q_name!r} takes {q_in} inputs")
     n, g = heads[1], kv_heads[1]
     if n % g:
         raise ConfigError(
@@ -113,11 +116,17 @@ def geometry(
             f"{scope.where}: {heads[0]} is {n}, and {q_name!r} has {q_out} outputs, "
             f"which {words}{size} do not make"
         )
-    if not head_dim and rule.d_model and overrides.heads is None and n * d_head != q_in:
-        raise ConfigError(
-            f"{scope.where}: {heads[0]} is {n}, and {q_name!r} maps {q_in} inputs to {n} heads of {d_head}; "
-            "if the heads really are that wide, pass --head-dim"
-        )
+    if not head_dim and n * d_head != q_in:
+        if rule.fused and rule.transposed and q_in == 3 * q_out:
+            raise ConfigError(
+                f"{scope.where}: {q_name!r} is ({q_in}, {q_out}), and this layout stores ({q_out}, {q_in}): "
+                "it looks transposed, as other code bases save it; save it in the family's own way"
+            )
+        if rule.fused or (rule.d_model and overrides.heads is None):
+            raise ConfigError(
+                f"{scope.where}: {heads[0]} is {n}, and {q_name!r} maps {q_in} inputs to {n} heads of {d_head}; "
+                "if the heads really are that wide, pass --head-dim"
+            )
     k_parts = 2 * g if rule.kv_fused else g
     if not rule.fused and k_out != k_parts * d_head:
         raise ConfigError(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,11 @@ Array = NDArray[Any]
 Part = Literal["whole", "q|k|v: q", "q|k|v: k", "heads x [q|k|v]: q", "heads x [q|k|v]: k", "k|v: k"]
 
 
+class Reader(Protocol):
+    def __call__(self, name: str, rows: int | None = None) -> Array:
+        """The tensor `name`, or its first `rows` rows."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """A projection inside a stored tensor. `transposed` is (in, out), as Conv1D stores it, not (out, in)."""
@@ -25,6 +29,7 @@ class Stored:
     bias: str | None
     part: Part = "whole"
     transposed: bool = False
+    bias_part: Part = "whole"
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class AttentionLayer:
     component: str
     module: str
     layer: int
-    shared_by: list[int] | None
+    shared_by: tuple[int, ...] | None
     attention: Literal["self", "cross"]
     mask: Literal["causal", "bidirectional", "unknown"]
     n_heads: int
@@ -52,19 +57,25 @@ class AttentionLayer:
     norm_kind: str
     q: Stored = field(repr=False)
     k: Stored = field(repr=False)
-    read: Callable[[str], Array] = field(repr=False, compare=False)
+    read: Reader = field(repr=False, compare=False)
 
     @cached_property
     def form(self) -> BilinearForm:
         """The query-key form of this layer, as stored: no norm gain, no rotary offset."""
         try:
-            weight = self.read(self.q.weight)
+            weight = self._stored(self.q)
             w_q, b_q = self._projection(self.q, self.n_heads, weight)
-            weight = weight if self.k.weight == self.q.weight else self.read(self.k.weight)
+            weight = weight if self.k.weight == self.q.weight else self._stored(self.k)
             w_k, b_k = self._projection(self.k, self.n_kv_heads, weight)
             return BilinearForm(w_q, w_k, b_q=b_q, b_k=b_k)
         except QKFormError as error:
             raise type(error)(f"{self.module}: {error}") from None
+
+    def _stored(self, stored: Stored) -> Array:
+        """The tensor, without the rows of V where they lie behind those of Q and K."""
+        if stored.part.startswith("q|k|v") and not stored.transposed:
+            return self.read(stored.weight, (self.n_heads + self.n_kv_heads) * self.d_head)
+        return self.read(stored.weight)
 
     def _projection(self, stored: Stored, heads: int, weight: Array) -> tuple[Array, Array | None]:
         if stored.transposed:
@@ -73,7 +84,8 @@ class AttentionLayer:
         if stored.bias is None:
             return w, None
         bias = self.read(stored.bias)
-        return w, self._take(bias[:, None], stored, heads)[:, :, 0]
+        taken = self._take(bias[:, None], replace(stored, part=stored.bias_part), heads)
+        return w, taken[:, :, 0]
 
     def _take(self, weight: Array, stored: Stored, heads: int) -> Array:
         """(out, in) -> (heads, d_head, in), the heads of one projection."""

@@ -11,19 +11,21 @@ A file holds `[members]` (model_type = overrides) and one `[[attention]]` per ki
     config      sub-config that holds them (the config itself where it is absent)
     attention   "self" or "cross"
     mask        "causal", "bidirectional" or "unknown"
-    causal_if, bidirectional_if        config flag that decides the mask
+    causal_if, bidirectional_if, not_causal_if_false      config flags that decide the mask
     norm        the norm whose output the projections read, from the layer's path
     norm_kind   its kind, see `AttentionLayer`
     pre_norm_if config flag; where it is false the block is post-norm
     qk_norm     names in the module that show a norm on queries and keys
     shared      "albert": a group's weights serve several layers
+    bias        name of one bias for q, k and v, where the weights are apart and the biases are not
+    exact       q and k are whole names, without ".weight" to add
+    defaults    values of the config's class, for sub-configs that are saved without what equals them
 
 and `[[skip]]` entries, `module` and `reason`, for attention that has no query-key form between tokens.
 """
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -32,8 +34,6 @@ from importlib import resources
 from typing import Any, Literal
 
 from qkform.errors import LayoutError
-
-MAX_NAME = 1024  # a longer tensor name is no layer's; matching stays linear
 
 
 @dataclass(frozen=True)
@@ -58,23 +58,32 @@ class Rule:
     mask: Literal["causal", "bidirectional", "unknown"] = "unknown"
     causal_if: str = ""
     bidirectional_if: str = ""
+    not_causal_if_false: str = ""
     norm: str = ""
     norm_kind: str = "unknown"
     pre_norm_if: str = ""
     qk_norm: tuple[str, ...] = ()
     shared: str = ""
+    bias: str = ""
+    exact: bool = False
+    defaults: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def q_tensor(self) -> str:
-        return _tensor(self.fused or self.q)
+        return self._tensor(self.fused or self.q)
 
     @property
     def k_tensor(self) -> str:
-        return _tensor(self.fused or self.kv_fused or self.k)
+        return self._tensor(self.fused or self.kv_fused or self.k)
 
     @property
-    def pattern(self) -> re.Pattern[str]:
-        return module_pattern(self.module)
+    def part_words(self) -> str:
+        """How the two projections share their tensors, for comparing rules."""
+        return self.order if self.fused else "k|v" if self.kv_fused else ""
+
+    def _tensor(self, name: str) -> str:
+        """query -> query.weight; in_proj_weight, and a name that a person gave in full, stay."""
+        return name if self.exact or name.endswith("weight") else f"{name}.weight"
 
 
 @dataclass(frozen=True)
@@ -136,30 +145,5 @@ def _rule(member: str, entry: Mapping[str, Any], name: str) -> Rule:
     return rule
 
 
-def _tensor(name: str) -> str:
-    """query -> query.weight; in_proj_weight stays."""
-    return name if name.endswith("weight") else f"{name}.weight"
-
-
 def bias_of(weight: str) -> str:
     return weight.removesuffix("weight") + "bias"
-
-
-@cache
-def module_pattern(module: str) -> re.Pattern[str]:
-    """A module path with {layer}, {inner} and ** as a pattern that allows any path before it."""
-    out = []
-    parts = module.split(".")
-    for i, part in enumerate(parts):
-        match part:
-            case "**" if i == len(parts) - 1:
-                out.append(".*")
-            case "**":
-                out.append(r"(?:[^.]+\.)*?")
-            case "{layer}":
-                out.append(r"(?P<layer>[0-9]{1,6})\.")
-            case "{inner}":
-                out.append(r"(?P<inner>[0-9]{1,6})\.")
-            case _:
-                out.append(re.escape(part) + r"\.")
-    return re.compile(r"(?P<before>(?:.*\.)?)" + "".join(out).removesuffix(r"\."), re.DOTALL)
