@@ -1123,7 +1123,8 @@ python -m tests.truth --write docs/families.md
 """
 
 DESCRIBED = """
-GGUF architectures that use the same tensor names and are **not** verified one by one: {names}.
+GGUF architectures that use the same tensor names and are **not** verified one by one
+(their norms are recorded as unknown): {names}.
 Any other architecture is read by the same names, with mask and norm unknown.
 """
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import io
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,6 +23,8 @@ from qkform.errors import QKFormError, RecordError
 if TYPE_CHECKING:
     from qkform.records import ScoreTable
     from qkform.scanner import Options, Progress
+
+LONGEST = 2500  # characters of one message: names in a hostile file can be millions long
 
 app = App(
     name="qkform",
@@ -90,10 +93,9 @@ def scan(
     if not sources:
         return _fail("name at least one source, for example: qkform scan sample:minilm")
     options = Options(heads, kv_heads, head_dim, q, k, transposed, gamma, signature)
-    _check_targets(out, html)
-    table = _scan_all(sources, options, quiet=quiet)
-    _print_table(table, format)
-    if table.models:
+    _check_targets(sources, out, html)
+    table, faults = _scan_all(sources, options, quiet=quiet)
+    if table.models:  # files first: a reader that closes our stdout does not cost them
         for path in out:
             table.save(path)
             _note(f"saved {path}", quiet)
@@ -102,7 +104,8 @@ def scan(
     _warn(table)
     for error in table.errors:
         _say(f"error: {error.message}")
-    return 2 if table.errors else 0
+    _print_table(table, format)
+    return 1 if faults else 2 if table.errors else 0
 
 
 @app.command
@@ -124,14 +127,14 @@ def demo(
     """
     from qkform.scanner import Options
 
-    _check_targets((), html)
-    table = _scan_all(["sample:minilm", "sample:smollm2"], Options(), quiet=quiet)
+    _check_targets((), (), html)
+    table, faults = _scan_all(["sample:minilm", "sample:smollm2"], Options(), quiet=quiet)
     if table.errors:
         for error in table.errors:
             _say(f"error: {error.message}")
-        return 2
-    _print_table(table, "human")
+        return 1 if faults else 2
     _write_page(table, html, quiet=True)
+    _print_table(table, "human")
     print(html.resolve())
     return 0
 
@@ -158,9 +161,9 @@ def samples(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
+    _stand_in_streams()
     try:
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
-        sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except CycloptsError as error:
         return _fail(f"{_plain(str(error))} (see qkform --help)")
@@ -169,35 +172,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
-    except BrokenPipeError:  # the reader, `head` for example, has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except MemoryError:
         return _fail("out of memory: a tensor this large does not fit; is its shape right?")
 
 
-def _scan_all(sources: Sequence[str], options: Options, *, quiet: bool) -> ScoreTable:
-    """Every source that can be scanned, and a message for each that cannot."""
+def _scan_all(sources: Sequence[str], options: Options, *, quiet: bool) -> tuple[ScoreTable, int]:
+    """Every source that can be scanned, a message for each that cannot, and how many of these are faults of ours."""
     from qkform.records import ScoreTable, SourceFault, merged
     from qkform.scanner import scan as scan_one
 
-    tables = []
+    tables, faults = [], 0
     with _progress(quiet) as progress:
         for source in sources:
             try:
                 tables.append(scan_one(source, progress=progress, **asdict(options)))
+                continue
             except QKFormError as error:
                 message = str(error)
-                if source[:200] not in message:
-                    message = f"{source[:200]}: {message}"
-                tables.append(ScoreTable([], [SourceFault(source, message)]))
-    return merged(tables)
+            except Exception as error:
+                faults += 1
+                _say_lines(traceback.format_exc())
+                message = f"internal error, please report it with the traceback above: {error!r}"
+            if source[:200] not in message:
+                message = f"{source[:200]}: {message}"
+            tables.append(ScoreTable([], [SourceFault(source, _plain(message))]))
+    return merged(tables), faults
 
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Progress | None]:
     """A bar on stderr while a person watches."""
-    if quiet or not sys.stderr.isatty():
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
@@ -218,36 +223,95 @@ def _progress(quiet: bool) -> Iterator[Progress | None]:
 
 
 def _print_table(table: ScoreTable, format: str) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no fault
     if format == "json":
-        print(table.to_json())
+        _out(table.to_json() + "\n")
     elif format == "csv":
-        print(table.to_csv(), end="")
+        text = table.to_csv()
+        _out(text if not sys.stdout.isatty() else _plain(text, keep="\n"))
     else:
         from rich.console import Console
 
         from qkform.report.terminal import renderables
 
-        console = Console(highlight=False, soft_wrap=False, emoji=False, markup=False)
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(
-                errors="backslashreplace"
-            )  # a name that the terminal cannot show is no fault
+        file = io.StringIO()
+        width = max(Console().width, 20)
+        console = Console(
+            file=file,
+            width=width,
+            highlight=False,
+            emoji=False,
+            markup=False,
+            force_terminal=sys.stdout.isatty() and "NO_COLOR" not in os.environ,
+        )
         unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
         for model in table.models:
-            for item in renderables(model, width=console.width, unicode=unicode):
+            for item in renderables(model, width=width, unicode=unicode):
                 console.print(item)
+        _out(file.getvalue())
 
 
-def _check_targets(out: Sequence[Path], html: Path | None) -> None:
-    """A target that cannot be written is refused before the scan, not after it."""
+def _out(text: str) -> None:
+    """Text on stdout; a reader that has gone, `head` for example, has what it wanted."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the interpreter flushes it at exit
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        raise RecordError(f"cannot write to stdout: {error.strerror or error}") from None
+
+
+def _stand_in_streams() -> None:
+    """A stream that was closed for us is nowhere, not a fault."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
+def _check_targets(sources: Sequence[str], out: Sequence[Path], html: Path | None) -> None:
+    """A target that cannot be written, or that would destroy something, is refused before the scan, not after it."""
     for path in out:
         if path.suffix.lower() not in (".json", ".csv", ".parquet"):
             raise RecordError(f"--out {path}: the name must end in .json, .csv or .parquet")
-    for path in (*out, *([] if html is None else [html])):
+        if path.suffix.lower() == ".parquet":
+            from qkform.records import extra
+
+            extra("polars")
+    targets = [*out, *([] if html is None else [html])]
+    read = [
+        Path(source).expanduser() for source in sources if source and not source.startswith(("sample:", "~"))
+    ]
+    for i, path in enumerate(targets):
         if path.is_dir():
             raise RecordError(f"cannot write {path}: it is a folder")
-        if not path.absolute().parent.is_dir():
-            raise RecordError(f"cannot write {path}: there is no folder {path.absolute().parent}")
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise RecordError(f"cannot write {path}: there is no folder {folder}")
+        if any(_same(path, other) for other in targets[:i]):
+            raise RecordError(f"{path} is named twice as a place to write to")
+        for source in read:
+            inside = _same(folder, source) or _same(folder, source.parent)
+            if _same(path, source) or (inside and _is_model_file(path)):
+                raise RecordError(
+                    f"writing {path} would overwrite a file of the model {source}; choose another name"
+                )
+
+
+def _same(a: Path, b: Path) -> bool:
+    try:
+        return a.resolve() == b.resolve()
+    except (OSError, ValueError):
+        return False
+
+
+def _is_model_file(path: Path) -> bool:
+    """Whether a file beside the weights is one that the model needs."""
+    return path.exists() and (
+        path.name.endswith((".safetensors", ".gguf")) or path.name.endswith("config.json")
+    )
 
 
 def _write_page(table: ScoreTable, path: Path, quiet: bool) -> None:
@@ -262,7 +326,7 @@ def _warn(table: ScoreTable) -> None:
     for model in table.models:
         broken: dict[str, list[str]] = {}
         for row in model.heads:
-            if row["effective_rank"] is None:
+            if row["effective_rank"] is None or row["bias_share"] is None:
                 broken.setdefault(row["reason"], []).append(f"{row['module']} head {row['head']}")
         for reason, where in broken.items():
             more = f" and {len(where) - 1} more" if len(where) > 1 else ""
@@ -275,7 +339,14 @@ def _note(text: str, quiet: bool) -> None:
 
 
 def _say(text: str) -> None:
-    print(_plain(text), file=sys.stderr, flush=True)
+    """One line on stderr, of bounded length."""
+    text = _plain(text)
+    _say_lines(text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text):,} characters)")
+
+
+def _say_lines(text: str) -> None:
+    with suppress(OSError, ValueError):  # a stderr that is closed or full has nobody to read it
+        print(text, file=sys.stderr, flush=True)
 
 
 def _fail(message: str) -> int:
@@ -283,9 +354,11 @@ def _fail(message: str) -> int:
     return 2
 
 
-def _plain(text: str) -> str:
+def _plain(text: str, keep: str = "") -> str:
     """Text on one line; control characters, which could come from a file's names, are shown and not obeyed."""
-    return "".join(c if c.isprintable() else " " if c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
+    return "".join(
+        c if c.isprintable() or c in keep else " " if c in "\n\t" else ascii(c)[1:-1] for c in text
+    )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -143,7 +144,7 @@ class ScoreTable:
         }
 
     def to_json(self, *, indent: int | None = None) -> str:
-        return json.dumps(self.to_dict(), indent=indent, allow_nan=False, ensure_ascii=False)
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def to_csv(self) -> str:
         """Flat rows with a header line; null is empty, a list is joined by spaces."""
@@ -156,7 +157,7 @@ class ScoreTable:
 
     def to_polars(self) -> Any:
         """A polars DataFrame of `rows`, typed also where a column is all null. Needs the extra `frames`."""
-        pl = _extra("polars")
+        pl = extra("polars")
         types = {str: pl.String, int: pl.Int64, float: pl.Float64}
         schema = {name: types.get(kind, pl.List(pl.String)) for name, kind in self._columns().items()}
         schema["shared_by"] = pl.List(pl.Int64)
@@ -165,7 +166,7 @@ class ScoreTable:
 
     def to_pandas(self) -> Any:
         """A pandas DataFrame of `rows`; whole numbers keep their type beside nulls. Needs the extra `frames`."""
-        pd = _extra("pandas")
+        pd = extra("pandas")
         types = {str: "string", int: "Int64", float: "float64"}
         frame = pd.DataFrame(self.rows, columns=list(self._columns()))
         return frame.astype({n: types[kind] for n, kind in self._columns().items() if kind in types})
@@ -186,7 +187,8 @@ class ScoreTable:
             case ".json":
                 return lambda to: to.write_text(self.to_json(indent=1) + "\n", encoding="utf-8")
             case ".csv":
-                return lambda to: to.write_text(self.to_csv(), encoding="utf-8", newline="")
+                text = self.to_csv()
+                return lambda to: to.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
             case ".parquet":
                 frame = self.to_polars()
                 return lambda to: frame.write_parquet(to)
@@ -204,6 +206,9 @@ class ScoreTable:
             raise RecordError(f"{path} has schema {found!r}; this version reads {SCHEMA!r}")
         try:
             models = [ModelScores(**model) for model in document["models"]]
+            for row in (row for model in models for row in model.rows):
+                if set(row) != set(COLUMNS):
+                    raise KeyError(f"a row has the columns {sorted(row)[:5]}...")
             errors = [SourceFault(**error) for error in document["errors"]]
         except (KeyError, TypeError) as error:
             raise RecordError(f"{path} says it is {SCHEMA!r} but is not complete: {error}") from None
@@ -276,6 +281,8 @@ def write_whole(target: Path, write: Callable[[Path], Any]) -> None:
         if target.exists() and not target.is_file():
             write(target)
             return
+        target = target.resolve()  # beside the file itself, not beside a link to it
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
         handle, name = tempfile.mkstemp(
             prefix=f".{target.name[:50]}.", suffix=target.suffix, dir=target.parent
         )
@@ -283,15 +290,19 @@ def write_whole(target: Path, write: Callable[[Path], Any]) -> None:
         temporary = Path(name)
         try:
             write(temporary)
-            mask = os.umask(0)
-            os.umask(mask)
-            temporary.chmod(0o666 & ~mask)
-            os.replace(temporary, target.resolve() if target.is_symlink() else target)
+            temporary.chmod(mode)
+            os.replace(temporary, target)
         finally:
             with suppress(FileNotFoundError):
                 temporary.unlink()
-    except OSError as error:
-        raise RecordError(f"cannot write {target}: {error.strerror or error}") from None
+    except (OSError, RuntimeError) as error:
+        raise RecordError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _is_nan(value: Any) -> bool:
@@ -299,8 +310,12 @@ def _is_nan(value: Any) -> bool:
 
 
 def _finite(value: Any) -> Any:
-    """JSON and frames have no NaN for "not defined": None."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """What JSON and frames can hold: no NaN for "not defined" but None, no halves of surrogate pairs."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, str) and not value.isascii():
+        return value.encode("utf-8", "backslashreplace").decode()
+    return value
 
 
 def _csv_cell(value: Any) -> Any:
@@ -316,7 +331,8 @@ def _short(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def _extra(package: str) -> Any:
+def extra(package: str) -> Any:
+    """A package of the extra `frames`, or a MissingExtra that names the command."""
     import importlib
 
     try:

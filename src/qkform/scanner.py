@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from qkform.checkpoints import Checkpoint, open_checkpoint
-from qkform.errors import ConfigError, QKFormError
+from qkform.errors import ConfigError, QKFormError, SourceError
 from qkform.form import BilinearForm
 from qkform.layouts import AttentionLayer, Layout, Manual, Overrides, find_layers
 from qkform.records import ModelScores, Row, ScoreTable
@@ -46,8 +45,10 @@ class Options:
     signature: Literal["auto", "all", "none"] = "auto"
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.gamma):
-            raise ConfigError(f"gamma is {self.gamma}; it must be a finite number of standard deviations")
+        if not abs(self.gamma) <= 1e6:
+            raise ConfigError(
+                f"gamma is {self.gamma}; it must be a number of standard deviations, at most 1e6"
+            )
         if self.signature not in ("auto", "all", "none"):
             raise ConfigError(f"signature is {self.signature!r}; it must be auto, all or none")
 
@@ -103,11 +104,16 @@ def scan(source: Source, *, progress: Progress | None = None, **options: Any) ->
 
 def _open(source: Source) -> Checkpoint:
     name = os.fspath(source)
+    if not name:
+        raise SourceError("the source is empty; name a file, a folder or sample:minilm")
     if name.startswith("sample:"):
         from qkform import samples
 
         return open_checkpoint(samples.fetch(name.removeprefix("sample:")), source=name)
-    return open_checkpoint(Path(name).expanduser(), source=name)
+    try:
+        return open_checkpoint(Path(name).expanduser(), source=name)
+    except RuntimeError as error:  # no such user, or no home
+        raise SourceError(f"cannot find {name[:200]!r}: {error}") from None
 
 
 def _layout(checkpoint: Checkpoint, options: Options) -> Layout:
@@ -154,8 +160,6 @@ def _rows(layer: AttentionLayer, form: BilinearForm, options: Options, *, heads:
             row[name] = None if row[name] is None else int(row[name])
         row["flags"] = [*layer.flags, *(["no_outliers"] if no_outliers[i] else [])]
         row["reason"] = defects[i] or reason or _undefined(row)
-        if defects[i]:
-            row["norm"] = row["norm"] if defects[i] and row["norm"] == 0.0 else None
         rows.append(row)
     return rows
 
@@ -173,7 +177,7 @@ def _scores(
         size = min(form.d_model, 2 * form.d_head)
         if options.signature == "none":
             reason = "signature not asked for"
-        elif options.signature == "auto" and not heads and size > SIGNATURE_SIZE:
+        elif options.signature == "auto" and size > SIGNATURE_SIZE:
             reason = f"signature of {size} directions is left out; --signature all computes it"
         else:
             for name, values in zip(_SELF_ONLY[2:], form.signature(), strict=True):
@@ -187,11 +191,13 @@ def _scores(
 
 
 def _plain(value: Any) -> float | None:
-    return None if np.isnan(value) else float(value)
+    return float(value) if np.isfinite(value) else None
 
 
 def _undefined(row: Row) -> str | None:
     """Why a score of a head with sound weights is null."""
+    if row["norm"] is None or row["row_excess"] is None:
+        return "W is beyond the range of float64"
     if row["bias_share"] is None:
         return "the biases hold NaN or infinity"
     if row["positive_energy"] is None:

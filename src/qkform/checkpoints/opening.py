@@ -105,7 +105,9 @@ def _open_folder(folder: Path, source: str) -> Checkpoint:
 def _one_set_of_shards(names: list[str]) -> bool:
     """True for a complete set model-00001-of-0000N.safetensors .. without its index."""
     stems = [n.removesuffix(".safetensors").rsplit("-", 3) for n in names]
-    if not names or any(len(s) != 4 or s[2] != "of" or not s[3].isdigit() for s in stems):
+    if not names or any(
+        len(s) != 4 or s[2] != "of" or not (s[3].isascii() and s[3].isdigit()) for s in stems
+    ):
         return False
     return len({(s[0], s[3]) for s in stems}) == 1 and len(names) == int(stems[0][3])
 

@@ -56,7 +56,7 @@ class SafetensorsCheckpoint:
             for name, file in expected.items():
                 if name not in tensors:
                     raise CheckpointError(
-                        f"the index places tensor {name!r} in {file}, which does not hold it"
+                        f"the index places tensor {name[:200]!r} in {file}, which does not hold it"
                     )
         self.tensors: Mapping[str, TensorInfo] = tensors
 
@@ -109,8 +109,12 @@ def read_header(path: Path, reader: ByteReader) -> dict[str, TensorInfo]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        begin, end = entry["data_offsets"]
-        tensors[name] = TensorInfo(tuple(entry["shape"]), entry["dtype"], path, start + begin, end - begin)
+        try:
+            begin, end = entry["data_offsets"]
+            info = TensorInfo(tuple(entry["shape"]), entry["dtype"], path, start + begin, end - begin)
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(f"{path} changed while it was being read") from None
+        tensors[name] = info
     return tensors
 
 
@@ -124,13 +128,18 @@ def read_index(path: Path, reader: ByteReader) -> dict[str, Path]:
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not _plain_name(shard):
             raise CheckpointError(
-                f"{path} places tensor {name!r} in {shard!r}: a shard is a plain file name in the same folder"
+                f"{path} places tensor {name[:200]!r} in {repr(shard)[:200]}: a shard is "
+                "a plain file name in the same folder"
             )
         places[name] = path.parent / shard
     for shard_path in sorted(set(places.values())):
-        if not shard_path.exists():
+        try:
+            exists = shard_path.exists()
+        except OSError:  # a name too long for the file system
+            exists = False
+        if not exists:
             raise CheckpointError(
-                f"{path} names {shard_path.name}, which is not in {path.parent}: the download is incomplete"
+                f"{path} names {shard_path.name[:200]}, which is not in {path.parent}: the download is incomplete"
             )
         regular_file(shard_path)
     return places

@@ -24,7 +24,7 @@ def renderables(model: ModelScores, *, width: int, unicode: bool = True) -> Iter
     heading = Text()
     heading.append(_one_line(model.source), style="bold")
     heading.append(
-        f"  {model.model_type or 'unknown type'}, {model.format}, {_bytes(model.bytes_read)} read"
+        f"  {_one_line(model.model_type or 'unknown type')}, {model.format}, {_bytes(model.bytes_read)} read"
         f" in {model.wall_seconds:.1f} s",
         style="dim",
     )
@@ -175,7 +175,8 @@ def _shared_flags(layers: list[Row]) -> str:
 def _null_words(model: ModelScores) -> str:
     rows = [r for r in model.layers if r["symmetry"] is not None]
     if not rows:
-        return "Cross-attention has no symmetry: its two sides read different sequences."
+        cross = any(r["attention"] == "cross" for r in model.layers)
+        return "Cross-attention has no symmetry: its two sides read different sequences." if cross else ""
     bands = [b for b in map(null_band, rows) if b is not None]
     if not bands:
         return ""
