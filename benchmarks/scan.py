@@ -1,6 +1,6 @@
 """How fast a scan is: against the full-matrix way, against the roofline, at start-up, and in memory.
 
-Ratios within one run, medians, the two sides in turn. Run: python benchmarks/scan.py [--quick] [--json FILE]
+Ratios within one run, medians, the two sides in turn. Run: python benchmarks/scan.py [--quick] [--save FOLDER]
 
 * full matrix: every head's W = W_Q W_K^T formed, d x d, and both axes (symmetry, directionality) read from it,
   heads and layer; ours: the same scores from `BilinearForm`. Weights in memory, float32, as a Linear layer stores them.
@@ -221,6 +221,7 @@ def measure_shape(folder: Path, shape: tuple[int, int, int], rounds: int) -> dic
         "ours_over_large_product_roofline": ratio(times["ours"], compute),
         "scan_over_large_product_roofline": ratio(times["scan"], bound),
         "all_columns_over_axes": ratio(times["all columns"], times["scan"]),
+        "all_columns_over_roofline_of_axes": ratio(times["all columns"], own),
         "milliseconds": {name: 1e3 * t for name, t in median.items()},
     }
 
@@ -374,21 +375,46 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def broken_promises(result: dict[str, Any]) -> list[str]:
+    missed = []
+    for s in result["shapes"]:
+        name = f"{s['d_model']} x {s['n_heads']}, {s['n_kv_heads']} kv"
+        if s["full_over_ours"] < s["promised_full_over_ours"]:
+            missed.append(f"{name}: {s['full_over_ours']:.1f} times the full-matrix way")
+        for which in ("ours_over_roofline", "scan_over_roofline"):
+            if s[which] > ROOFLINE:
+                missed.append(f"{name}: {which} {s[which]:.2f}")
+    if result["start"]["beyond_numpy_seconds"] > START_SECONDS:
+        missed.append("start-up")
+    if result.get("memory", {}).get("beyond_imports_mb", 0.0) > MEMORY_MB:
+        missed.append("memory")
+    return missed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Ratios of a scan within one run.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, no 16 GB file")
-    parser.add_argument("--json", type=Path, help="also write every figure to this file")
+    parser.add_argument("--save", type=Path, help="write scan.txt and scan.json into this folder")
     options = parser.parse_args()
     rounds = 5 if options.quick else 15
     result: dict[str, Any] = {"benchmark": "scan", "machine": machine()}
     with tempfile.TemporaryDirectory(prefix="qkform-bench-") as folder:
-        result["shapes"] = [measure_shape(Path(folder), shape, rounds) for shape in SHAPES]
+        result["shapes"] = []
+        for shape in SHAPES:
+            print(f"measuring {shape} ...", file=sys.stderr)
+            result["shapes"].append(measure_shape(Path(folder), shape, rounds))
         result["start"] = measure_start(rounds)
         if not options.quick:
             result["memory"] = measure_memory(Path(folder))
-    print(report(result))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    text = report(result)
+    print(text)
+    if options.save:
+        options.save.mkdir(parents=True, exist_ok=True)
+        (options.save / "scan.json").write_text(json.dumps(result, indent=1) + "\n")
+        (options.save / "scan.txt").write_text(text + "\n")
+    missed = broken_promises(result)
+    if missed:
+        sys.exit("missed: " + "; ".join(missed))
 
 
 if __name__ == "__main__":

@@ -378,6 +378,150 @@ def test_one_heavy_column_is_key_side_dominance():
     close(qk.BilinearForm(np.swapaxes(w, 1, 2), np.eye(30)[None]).directionality(), [1.0])
 
 
+# ---- W that cancels ----------------------------------------------------------------------------------------------
+
+
+def vanishing(kind):
+    """Factors that are not zero, and whose W is: exactly, or to rounding."""
+    rng = np.random.default_rng(1)
+    turn = np.linalg.qr(rng.normal(size=(8, 8)))[0]
+    a, b = rng.normal(size=(60, 4)), rng.normal(size=(60, 4))
+    if kind == "exact":
+        w_q, w_k = np.zeros((1, 60, 8)), np.zeros((1, 60, 8))
+        w_q[0, :, :4], w_k[0, :, 4:] = a, b
+        return w_q, w_k
+    if kind == "rounding":
+        return (a @ turn[:4])[None], (b @ turn[4:])[None]
+    wide = np.linalg.qr(rng.normal(size=(80, 80)))[0]  # d_head > d_model: the dense route
+    return (rng.normal(size=(60, 40)) @ wide[:40])[None], (rng.normal(size=(60, 40)) @ wide[40:])[None]
+
+
+@pytest.mark.parametrize("case", ["exact", "rounding", "dense"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_w_that_vanishes_has_no_scores(case, dtype, kind):
+    w_q, w_k = (KINDS[kind](w.astype(dtype)) for w in vanishing(case))
+    form = qk.BilinearForm(w_q, w_k)
+    assert form.defects() == ["W_Q W_K^T is all zero"]
+    for name in ("symmetry", "symmetry_z", "directionality", "row_excess", "effective_rank", "bias_share"):
+        assert np.isnan(np.asarray(getattr(form, name)())).all(), name
+    assert np.isnan(np.asarray(form.signature().positive)).all()
+    close(form.norm(), [0.0])
+
+
+def test_heads_that_cancel_leave_a_layer_without_scores():
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(1, 50, 6)), rng.normal(size=(1, 50, 6))
+    total = qk.BilinearForm(np.concatenate([a, -a]), np.concatenate([b, b])).total()
+    assert total.defects() == ["W_Q W_K^T is all zero"]
+    assert np.isnan(total.symmetry()).all()
+
+
+@pytest.mark.parametrize("spread", [1e2, 1e4, 1e6])
+def test_an_ill_conditioned_head_basis_changes_nothing_either(spread):
+    form = random_form((3, 1, 64, 8))
+    rng = np.random.default_rng(1)
+    u, v = (np.linalg.qr(rng.normal(size=(8, 8)))[0] for _ in range(2))
+    s = np.logspace(0, np.log10(spread), 8)
+    moved = qk.BilinearForm(form.w_q @ (u * s) @ v.T, form.w_k @ (u / s) @ v.T)
+    for name in SCORES:
+        close(getattr(moved, name)(), getattr(form, name)(), 1e-8)
+    for got, want in zip(moved.signature(), form.signature(), strict=True):
+        close(got, want)
+
+
+def test_equal_rows_have_no_outliers_in_an_ill_conditioned_basis():
+    rng = np.random.default_rng(0)
+    signs = np.array([[1.0]])
+    while signs.shape[0] < 64:
+        signs = np.block([[signs, signs], [signs, -signs]])
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        u, v = (np.linalg.qr(rng.normal(size=(8, 8)))[0] for _ in range(2))
+        s = np.logspace(0, 2, 8)
+        for dtype in (np.float32, np.float64):
+            w_q, w_k = (
+                (signs[:, :8] @ (u * s) @ v.T).astype(dtype),
+                (signs[:, 8:16] @ (u / s) @ v.T).astype(dtype),
+            )
+            assert qk.BilinearForm(w_q[None], w_k[None]).no_outliers().all()
+
+
+def test_rounding_beside_a_large_skew_part_is_no_direction():
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(80, 16))
+    turn = np.kron(np.eye(8), [[0.0, 1.0], [-1.0, 0.0]])
+    extra = 1e-4 * rng.normal(size=(80, 1))  # adds 1e-8 u u^T, attracting
+    form = qk.BilinearForm(np.concatenate([w, extra], 1)[None], np.concatenate([w @ turn, extra], 1)[None])
+    positive, negative, _ = form.signature()
+    assert (positive[0], negative[0]) == (1.0, 0.0)
+
+
+def test_sums_over_query_heads_add_no_directions():
+    """In float32 the rounding of these sums would count: heads of low rank that share a key head."""
+    rng = np.random.default_rng(3)
+    w_q = (rng.normal(size=(4, 16, 1)) * rng.normal(size=(4, 1, 16))).astype(np.float32)
+    w_k = rng.normal(size=(1, 16, 16)).astype(np.float32)
+    narrow, wide = (
+        qk.BilinearForm(w_q, w_k).total(),
+        qk.BilinearForm(*(w.astype(float) for w in (w_q, w_k))).total(),
+    )
+    for got, want in zip(narrow.signature(), wide.signature(), strict=True):
+        close(got, want, 1e-6)
+
+
+# ---- edges of the range --------------------------------------------------------------------------------------------
+
+
+def test_one_dimensional_tokens_have_symmetry_and_no_z():
+    form = qk.BilinearForm(np.ones((1, 1, 3)), np.ones((1, 1, 3)))
+    close(form.symmetry(), [1.0])
+    assert np.isnan(form.symmetry_z()).all()
+    assert null_variance(1, 1.0) == 0.0
+
+
+def test_scores_are_clamped_to_their_ranges():
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        w = rng.normal(size=(1, 1 + seed % 7, 1 + seed % 5)).astype(np.float32)
+        form = qk.BilinearForm(w, w)
+        assert form.symmetry()[0] <= 1.0
+        assert 1.0 <= form.effective_rank()[0] <= min(form.d_model, form.d_head)
+
+
+def test_a_form_beyond_float64_has_ratios_and_an_infinite_norm():
+    form = random_form((2, 1, 9, 3))
+    huge = qk.BilinearForm(form.w_q * 1e200, form.w_k * 1e200)
+    close(huge.symmetry(), form.symmetry())
+    close(huge.directionality(), form.directionality())
+    assert np.isinf(huge.norm()).all()
+
+
+def test_bias_share_reaches_one():
+    form = random_form((2, 2, 9, 3), bias=True)
+    ones = np.ones(2)
+    close(qk.BilinearForm(0 * form.w_q, form.w_k, b_q=form.b_q, b_k=form.b_k).bias_share(), ones)
+    close(qk.BilinearForm(form.w_q, form.w_k, b_q=form.b_q * 1e160, b_k=form.b_k * 1e160).bias_share(), ones)
+    bad = qk.BilinearForm(form.w_q, form.w_k, b_q=form.b_q * np.inf)
+    assert np.isnan(bad.bias_share()).all()
+
+
+@pytest.mark.parametrize("dtype", [">f8", ">f4", np.longdouble])
+def test_any_byte_order_and_width_is_read(dtype):
+    form = random_form((2, 1, 9, 3))
+    other = qk.BilinearForm(form.w_q.astype(dtype), form.w_k.astype(dtype))
+    tolerance = 1e-5 if dtype == ">f4" else 1e-10
+    close(other.symmetry(), form.symmetry(), tolerance)
+    if dtype != ">f4":
+        assert other.matrix().dtype == np.float64
+
+
+def test_mixed_precision_works_in_the_wider():
+    form = random_form((2, 1, 9, 3))
+    mixed = qk.BilinearForm(form.w_q, form.w_k.astype(np.float32))
+    assert mixed.matrix().dtype == np.float64
+
+
 # ---- precision ----------------------------------------------------------------------------------------------------
 
 
@@ -421,6 +565,8 @@ def test_gradients_do_not_flow_and_do_not_hinder():
         (np.ones((2, 0, 2)), np.ones((2, 0, 2)), "length 0"),
         (np.ones((2, 4, 2)), torch.ones((2, 4, 2)), "different kinds"),
         ([[[1.0]]], np.ones((1, 1, 1)), "numpy or torch array"),
+        (torch.ones((1, 2, 2), device="meta"), torch.ones((1, 2, 2), device="meta"), "dense values"),
+        (torch.ones((1, 2, 2)).to_sparse(), torch.ones((1, 2, 2)), "dense values"),
     ],
 )
 def test_arrays_that_make_no_form_are_refused_in_words(w_q, w_k, words):
@@ -452,3 +598,9 @@ def test_heads_can_be_taken_one_by_one():
         close(head.bias_share(), form.bias_share()[h : h + 1])
     with pytest.raises(FormError, match="no head 6"):
         form.head(6)
+
+
+@pytest.mark.parametrize("gamma", [np.nan, np.inf, 1e300, None, "2"])
+def test_a_gamma_that_is_no_number_of_deviations_is_refused(gamma):
+    with pytest.raises(FormError, match="gamma"):
+        random_form((1, 1, 5, 2)).directionality(gamma)

@@ -19,7 +19,10 @@ from tests.conftest import BERT_CONFIG, bert_tensors
 def model(tmp_path, tensors, config):
     folder = tmp_path / "m"
     folder.mkdir()
-    save_file({n: np.ascontiguousarray(t, dtype=np.float32) for n, t in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {n: np.ascontiguousarray(t, dtype=np.float32) for n, t in tensors.items()},
+        folder / "model.safetensors",
+    )
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -30,10 +33,12 @@ def normal(*shape, seed=0):
 
 
 def separate(path, q=12, k=12, d=12, names=("q_proj", "k_proj")):
-    return {f"{path}.{n}.weight": normal(w, d, seed=i) for i, (n, w) in enumerate(zip(names, (q, k), strict=True))}
+    return {
+        f"{path}.{n}.weight": normal(w, d, seed=i) for i, (n, w) in enumerate(zip(names, (q, k), strict=True))
+    }
 
 
-# ---- places in names -----------------------------------------------------------------------------------------
+# ---- places in names -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,12 @@ def test_a_module_is_placed_by_its_path(pattern, module, found):
 
 @pytest.mark.parametrize("model_type", ["gemma3", "siglip", "vit", "bert"])
 def test_long_dotted_names_cost_no_time(model_type, tmp_path):
-    names = ["vision_tower." * 38 + "a." * 230, "a." * 500, "vision_tower." + "a." * 490, "vision_model.head.attention." * 30]
+    names = [
+        "vision_tower." * 38 + "a." * 230,
+        "a." * 500,
+        "vision_tower." + "a." * 490,
+        "vision_model.head.attention." * 30,
+    ]
     tensors = {f"{n}{i}.q_proj.weight": np.ones((1, 1)) for n in names for i in range(500)}
     folder = model(tmp_path, tensors, {"model_type": model_type})
     begin = time.process_time()
@@ -73,13 +83,16 @@ def test_long_dotted_names_cost_no_time(model_type, tmp_path):
     assert time.process_time() - begin < 5.0  # was minutes; this is no measure of speed
 
 
-# ---- configs that leave things out, or say more than the family ------------------------------------------------------
+# ---- configs that leave things out, or say more than the family ----------------------------------
 
 
 def test_sub_configs_without_default_values_are_read_with_the_class_defaults(tmp_path):
     """Sub-configs are saved without what equals the defaults of their class."""
     d = 24
-    text, vision = "language_model.model.layers.0.self_attn", "vision_tower.vision_model.encoder.layers.0.self_attn"
+    text, vision = (
+        "language_model.model.layers.0.self_attn",
+        "vision_tower.vision_model.encoder.layers.0.self_attn",
+    )
     tensors = separate(text, 8 * 256, 4 * 256, d) | separate(vision, d, d, d)
     config = {"model_type": "gemma3", "text_config": {"hidden_size": d}, "vision_config": {"hidden_size": d}}
     rows = qk.scan(model(tmp_path, tensors, config), signature="none").layers
@@ -103,7 +116,11 @@ def test_defaults_are_those_of_the_config_classes():
 
 def test_a_sub_config_outranks_the_config_around_it(tmp_path):
     tensors = separate("text_model.encoder.layers.0.self_attn")
-    config = {"model_type": "clip", "num_attention_heads": 4, "text_config": {"num_attention_heads": 3, "hidden_size": 12}}
+    config = {
+        "model_type": "clip",
+        "num_attention_heads": 4,
+        "text_config": {"num_attention_heads": 3, "hidden_size": 12},
+    }
     assert qk.scan(model(tmp_path, tensors, config)).rows[0]["d_head"] == 4
 
 
@@ -131,7 +148,11 @@ def test_is_decoder_counts_where_the_model_obeys_it(model_type, mask, tmp_path):
 
 
 def test_heads_that_do_not_fill_the_width_need_a_head_dim(tmp_path):
-    folder = model(tmp_path, separate("layers.0.self_attn", 18, 18), {"model_type": "llama", "num_attention_heads": 3, "hidden_size": 12})
+    folder = model(
+        tmp_path,
+        separate("layers.0.self_attn", 18, 18),
+        {"model_type": "llama", "num_attention_heads": 3, "hidden_size": 12},
+    )
     with pytest.raises(ConfigError, match="--head-dim"):
         qk.scan(folder)
     assert qk.scan(folder, head_dim=6).rows[0]["d_head"] == 6
@@ -145,10 +166,12 @@ def test_a_gpt2_that_stores_the_other_way_round_is_refused(config, tmp_path):
         qk.scan(folder, heads=4)
 
 
-# ---- torch's own modules ------------------------------------------------------------------------------------------------
+# ---- torch's own modules -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["multihead_attn", "blocks.0.multihead_attn", "decoder.layers.3.multihead_attn"])
+@pytest.mark.parametrize(
+    "path", ["multihead_attn", "blocks.0.multihead_attn", "decoder.layers.3.multihead_attn"]
+)
 def test_multihead_attn_is_cross_attention_wherever_it_stands(path, tmp_path):
     tensors = {f"{path}.in_proj_weight": normal(36, 12), "self_attn.in_proj_weight": normal(36, 12)}
     by_kind = {r["module"]: r for r in qk.scan(model(tmp_path, tensors, None), heads=3).layers}
@@ -177,13 +200,15 @@ def test_attention_pooling_is_listed_and_not_scored(tmp_path):
     assert [s["module"] for s in scanned.skipped] == ["attn_pool"]
 
 
-# ---- rows say what layers say -----------------------------------------------------------------------------------------
+# ---- rows say what layers say --------------------------------------------------------------------
 
 
 def test_albert_groups_are_rows_with_the_layers_they_serve(tmp_path):
     tensors = {}
     for group in range(2):
-        tensors |= separate(f"encoder.albert_layer_groups.{group}.albert_layers.0.attention", names=("query", "key"))
+        tensors |= separate(
+            f"encoder.albert_layer_groups.{group}.albert_layers.0.attention", names=("query", "key")
+        )
     config = {
         "model_type": "albert",
         "hidden_size": 12,
@@ -192,16 +217,28 @@ def test_albert_groups_are_rows_with_the_layers_they_serve(tmp_path):
         "num_hidden_groups": 2,
     }
     rows = qk.scan(model(tmp_path, tensors, config)).rows
-    assert [(r["layer"], r["shared_by"]) for r in rows if r["head"] is None] == [(0, [0, 1, 2]), (3, [3, 4, 5])]
-    assert {(r["layer"], tuple(r["shared_by"])) for r in rows if r["head"] == 1} == {(0, (0, 1, 2)), (3, (3, 4, 5))}
+    assert [(r["layer"], r["shared_by"]) for r in rows if r["head"] is None] == [
+        (0, [0, 1, 2]),
+        (3, [3, 4, 5]),
+    ]
+    assert {(r["layer"], tuple(r["shared_by"])) for r in rows if r["head"] == 1} == {
+        (0, (0, 1, 2)),
+        (3, (3, 4, 5)),
+    }
 
 
 @pytest.mark.parametrize(
     ("model_type", "norms"),
-    [("qwen3", ["q_norm.weight"]), ("stablelm", ["q_layernorm.norms.0.weight"]), ("phi", ["k_layernorm.weight"])],
+    [
+        ("qwen3", ["q_norm.weight"]),
+        ("stablelm", ["q_layernorm.norms.0.weight"]),
+        ("phi", ["k_layernorm.weight"]),
+    ],
 )
 def test_norms_on_queries_and_keys_are_flagged_in_every_row(model_type, norms, tmp_path):
-    tensors = separate("model.layers.0.self_attn") | {f"model.layers.0.self_attn.{n}": np.ones(4) for n in norms}
+    tensors = separate("model.layers.0.self_attn") | {
+        f"model.layers.0.self_attn.{n}": np.ones(4) for n in norms
+    }
     config = {"model_type": model_type, "hidden_size": 12, "num_attention_heads": 3}
     assert all("qk_norm" in r["flags"] for r in qk.scan(model(tmp_path, tensors, config)).rows)
 
@@ -216,7 +253,7 @@ def test_attention_layers_can_be_collected_in_a_set(bert):
     assert len(set(qk.layers(bert))) == 2
 
 
-# ---- names by hand, names alone ------------------------------------------------------------------------------------------
+# ---- names by hand, names alone ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("names", [("W_Q", "W_K"), ("query.kernel", "key.kernel"), ("q.weight", "k.weight")])
@@ -238,7 +275,9 @@ def test_a_pattern_that_is_none_is_refused(part, bert):
 
 
 def test_the_suggestion_names_a_query_and_its_key(tmp_path):
-    tensors = separate("net.blocks.0.mixer", names=("q_proj", "k_proj")) | {"net.blocks.0.mixer.a_proj.weight": normal(2, 2)}
+    tensors = separate("net.blocks.0.mixer", names=("q_proj", "k_proj")) | {
+        "net.blocks.0.mixer.a_proj.weight": normal(2, 2)
+    }
     folder = model(tmp_path, tensors, {"model_type": "mine"})
     with pytest.raises(LayoutError) as caught:
         qk.scan(folder)

@@ -71,7 +71,85 @@ def test_only_q_and_k_are_read(write_model):
     model = qk.scan(folder).models[0]
     needed = sum(t.nbytes for n, t in tensors.items() if "query" in n or "key" in n)
     header = 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
-    assert model.bytes_read <= needed + header + len((folder / "config.json").read_bytes())
+    assert model.bytes_read == needed + header - 8 + len((folder / "config.json").read_bytes())
+
+
+def test_values_of_a_fused_weight_are_not_read(write_model):
+    config = {"model_type": "phi3", "hidden_size": 12, "num_attention_heads": 3, "num_key_value_heads": 1}
+    w = np.random.default_rng(0).normal(size=(20, 12)).astype(np.float32)
+    folder = write_model({"layers.0.self_attn.qkv_proj.weight": w}, config)
+    model = qk.scan(folder).models[0]
+    header = int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
+    assert model.bytes_read == 16 * 12 * 4 + header + len((folder / "config.json").read_bytes())
+    (layer,) = qk.layers(folder)
+    np.testing.assert_array_equal(layer.form.w_q, w[:12].reshape(3, 4, 12).swapaxes(1, 2))
+    np.testing.assert_array_equal(layer.form.w_k, w[12:16].reshape(1, 4, 12).swapaxes(1, 2))
+
+
+def test_the_index_decides_where_a_tensor_is_read(write_model, tmp_path):
+    """A stale copy of a tensor in another shard is not read."""
+    tensors = bert_tensors(np.random.default_rng(0))
+    want = qk.scan(write_model(tensors)).models[0].rows
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(BERT_CONFIG))
+    save_file(tensors, folder / "right.safetensors")
+    save_file({n: 0 * t for n, t in tensors.items()} | {"z": np.ones(1)}, folder / "also.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "right.safetensors") | {"z": "also.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert qk.scan(folder).models[0].rows == want
+
+
+def test_model_safetensors_is_the_model_of_its_folder(write_model):
+    tensors = bert_tensors(np.random.default_rng(0))
+    folder = write_model(tensors)
+    want = qk.scan(folder).models[0].rows
+    save_file({n: 0 * t for n, t in tensors.items()}, folder / "adapter.safetensors")
+    assert qk.scan(folder).models[0].rows == want
+
+
+def test_layers_hold_their_forms_no_longer_than_they_are_held(bert):
+    import weakref
+
+    forms = []
+    for layer in qk.layers(bert):
+        forms.append(weakref.ref(layer.form))
+        del layer
+    assert [ref() for ref in forms] == [None, None]
+
+
+@pytest.mark.parametrize("deviations", [1.0, 2.0])
+def test_the_null_band_is_mean_and_exact_deviation(bert, deviations):
+    from qkform.form import null_variance
+    from qkform.records import null_band
+
+    for row in qk.scan(bert).rows:
+        low, high = null_band(row, deviations)
+        std = null_variance(row["d_model"], row["effective_rank"]) ** 0.5
+        assert (low + high) / 2 == pytest.approx(1 / row["d_model"], abs=1e-9)
+        assert (high - low) / 2 == pytest.approx(deviations * std, rel=1e-6)
+
+
+def test_one_missing_layer_is_reported(write_model):
+    folder = write_model(bert_tensors(np.random.default_rng(0)), {**BERT_CONFIG, "num_hidden_layers": 3})
+    assert [s["module"] for s in qk.scan(folder).models[0].skipped] == ["encoder.layer"]
+
+
+def test_heads_of_another_head_dim_than_the_config_are_refused(write_model):
+    with pytest.raises(ConfigError, match="hidden_size"):
+        qk.scan(write_model(bert_tensors(np.random.default_rng(0)), {**BERT_CONFIG, "hidden_size": 24}))
+
+
+def test_a_huge_form_has_a_reason_for_its_norm(write_model):
+    tensors = bert_tensors(np.random.default_rng(0), dtype=np.float64)
+    rows = qk.scan(write_model({n: t * 1e180 for n, t in tensors.items()})).rows
+    assert all(r["norm"] is None and "range" in r["reason"] and r["symmetry"] is not None for r in rows)
+
+
+@pytest.mark.parametrize("source", ["", "~no-such-user-here/m"])
+def test_a_source_that_is_no_path_is_refused(source):
+    with pytest.raises(qk.errors.SourceError):
+        qk.scan(source)
 
 
 def test_shards_with_and_without_an_index_equal_the_single_file(write_model, tmp_path):

@@ -25,7 +25,7 @@ ARROWS = {
     "report": {"records", "errors", "cache"},
     "cli": {"errors", "records", "scanner", "report", "samples", "cache"},
     "__main__": {"cli"},
-    "__init__": {"errors", "form", "layouts", "records", "scanner"},
+    "__init__": {"errors", "form", "layouts", "records", "report", "scanner"},
 }
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkform import errors as errors
+    from qkform import report as report
     from qkform.form import BilinearForm as BilinearForm
     from qkform.form import Signature as Signature
     from qkform.layouts import AttentionLayer as AttentionLayer
@@ -34,6 +35,7 @@ _HOME = {
     "layers": "qkform.scanner",
     "scan": "qkform.scanner",
     "errors": "qkform.errors",
+    "report": "qkform.report",
 }
 
 __all__ = sorted(_HOME)
@@ -43,7 +45,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'qkform' has no attribute {name!r}")
     module = importlib.import_module(_HOME[name])
-    return module if name == "errors" else getattr(module, name)
+    return module if _HOME[name] == f"qkform.{name}" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

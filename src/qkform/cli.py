@@ -178,6 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _scan_all(sources: Sequence[str], options: Options, *, quiet: bool) -> tuple[ScoreTable, int]:
     """Every source that can be scanned, a message for each that cannot, and how many of these are faults of ours."""
+    from qkform import samples as store
     from qkform.records import ScoreTable, SourceFault, merged
     from qkform.scanner import scan as scan_one
 
@@ -185,6 +186,8 @@ def _scan_all(sources: Sequence[str], options: Options, *, quiet: bool) -> tuple
     with _progress(quiet) as progress:
         for source in sources:
             try:
+                if source.startswith("sample:"):
+                    store.fetch(source.removeprefix("sample:"), on_progress=None if quiet else _say)
                 tables.append(scan_one(source, progress=progress, **asdict(options)))
                 continue
             except QKFormError as error:

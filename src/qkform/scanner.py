@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from qkform import __version__
 from qkform.checkpoints import Checkpoint, open_checkpoint
 from qkform.errors import ConfigError, QKFormError, SourceError
 from qkform.form import BilinearForm
@@ -53,17 +54,27 @@ class Options:
             raise ConfigError(f"signature is {self.signature!r}; it must be auto, all or none")
 
 
-def layers(source: Source, **options: Any) -> Iterator[AttentionLayer]:
+def layers(
+    source: Source,
+    *,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    q: str | None = None,
+    k: str | None = None,
+    transposed: bool = False,
+) -> Iterator[AttentionLayer]:
     """The attention layers of a checkpoint, in order; `layer.form` is its query-key form, read when asked for.
 
-    `source` is a .safetensors or .gguf file, a folder that holds a model, or sample:NAME. Keywords as in `Options`.
-    Let each layer go before the next to keep one layer in memory.
+    `source` is a .safetensors or .gguf file, a folder that holds a model, or sample:NAME; the keywords are explained
+    in `Options`. Let each layer go before the next to keep one layer in memory. Layers with `attention == "cross"`
+    have no symmetry to speak of: their two sides read different sequences.
 
     >>> for layer in layers("./my-model"):             # doctest: +SKIP
     ...     print(layer.module, layer.form.symmetry(), layer.form.total().symmetry())
     """
-    checkpoint = _open(source)
-    return _released(_layout(checkpoint, Options(**options)).layers)
+    options = Options(heads, kv_heads, head_dim, q, k, transposed)
+    return _released(_layout(_open(source), options).layers)
 
 
 def _released(found: Sequence[AttentionLayer]) -> Iterator[AttentionLayer]:
@@ -71,38 +82,63 @@ def _released(found: Sequence[AttentionLayer]) -> Iterator[AttentionLayer]:
     return (replace(layer) for layer in found)
 
 
-def scan(source: Source, *, progress: Progress | None = None, **options: Any) -> ScoreTable:
-    """The scores of every layer and head of one checkpoint.
+def scan(
+    *sources: Source,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    q: str | None = None,
+    k: str | None = None,
+    transposed: bool = False,
+    gamma: float = 2.0,
+    signature: Literal["auto", "all", "none"] = "auto",
+    progress: Progress | None = None,
+) -> ScoreTable:
+    """The scores of every layer and head of one or more checkpoints.
 
-    `source` is a .safetensors or .gguf file, a folder that holds a model, or sample:NAME. Keywords as in `Options`.
-    Reads only Q and K, one layer at a time. Raises SourceError, ConfigError or LayoutError for a source that cannot be
-    scanned; a head that has no scores (zero or NaN weights) is a row of nulls with the reason.
+    A source is a .safetensors or .gguf file, a folder that holds a model, or sample:NAME; the keywords are explained in
+    `Options`; `progress` is called with (source, layers done, layers in all). Reads only Q and K, one layer at a time.
+    Raises SourceError, ConfigError or LayoutError for a source that cannot be scanned; a head that has no scores (zero
+    or NaN weights) is a row of nulls with the reason.
+
+    >>> scan("./my-model").layers[0]["symmetry"]       # doctest: +SKIP
+    0.405
     """
+    options = Options(heads, kv_heads, head_dim, q, k, transposed, gamma, signature)
+    if not sources:
+        raise SourceError("no source; name a file, a folder or sample:minilm")
+    return ScoreTable([_scanned(source, options, progress) for source in sources])
+
+
+def _scanned(source: Source, options: Options, progress: Progress | None) -> ModelScores:
     begin = time.perf_counter()
-    chosen = Options(**options)
     checkpoint = _open(source)
-    layout = _layout(checkpoint, chosen)
+    layout = _layout(checkpoint, options)
     rows: list[Row] = []
     for done, layer in enumerate(_released(layout.layers)):
         if progress is not None:
             progress(checkpoint.source, done, len(layout.layers))
-        rows += layer_rows(layer, chosen)
+        rows += layer_rows(layer, options)
     if progress is not None:
         progress(checkpoint.source, len(layout.layers), len(layout.layers))
-    model = ModelScores(
+    return ModelScores(
         source=checkpoint.source,
         format=checkpoint.format,
         model_type=layout.model_type,
         bytes_read=checkpoint.bytes_read,
         wall_seconds=time.perf_counter() - begin,
-        conventions=conventions(chosen),
+        conventions=conventions(options),
         skipped=list(layout.skipped),
         rows=rows,
     )
-    return ScoreTable([model])
 
 
 def _open(source: Source) -> Checkpoint:
+    if not isinstance(source, (str, os.PathLike)):
+        raise SourceError(
+            f"a source is a path or sample:NAME, not a {type(source).__name__}; for weights in memory use "
+            "qkform.BilinearForm(w_q, w_k), or save the model and scan the folder"
+        )
     name = os.fspath(source)
     if not name:
         raise SourceError("the source is empty; name a file, a folder or sample:minilm")
@@ -210,6 +246,7 @@ def _undefined(row: Row) -> str | None:
 def conventions(options: Options) -> dict[str, Any]:
     """What was assumed, for the record: formulas, signs, and what is in the form and what is not."""
     return {
+        "version": f"qkform {__version__}",
         "form": "W = W_Q W_K^T per head, rows query side, columns key side; a layer is the sum over its heads",
         "symmetry": "tr(W W) / ||W||_F^2 in [-1, 1]; random weights have mean 1/d_model",
         "symmetry_z": "(symmetry - 1/d_model) / standard deviation of random weights with the same spectrum",

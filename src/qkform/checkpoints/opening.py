@@ -50,6 +50,8 @@ def _open_file(path: Path, source: str) -> Checkpoint:
         magic = file.read(4)
     if magic == b"GGUF":
         return _open_gguf(path, source, reader)
+    if path.suffix.lower() == ".json":
+        raise SourceError(f"{source} is a JSON file, not weights; scan the folder it lies in: {path.parent}")
     if path.suffix.lower() in _UNREAD:
         raise SourceError(
             f"{source} is a {path.suffix} file, which is not read yet; save the model as safetensors "

@@ -147,11 +147,11 @@ class BilinearForm:
 
     def row_excess(self, gamma: float = 2.0) -> Array:
         """Sum of (norm - threshold) over rows with a norm above mean + gamma * std (ddof 1): (n_heads,) >= 0."""
-        return self._excesses(gamma)[0] * self._scales()
+        return self._rescaled(self._excesses(gamma)[0])
 
     def column_excess(self, gamma: float = 2.0) -> Array:
         """Sum of (norm - threshold) over columns whose norm is above mean + gamma * std: (n_heads,) >= 0."""
-        return self._excesses(gamma)[1] * self._scales()
+        return self._rescaled(self._excesses(gamma)[1])
 
     def norm(self) -> Array:
         """The Frobenius norm of W: (n_heads,) float64 >= 0. An all-zero head has norm 0."""
@@ -192,11 +192,11 @@ class BilinearForm:
 
     def row_norms(self) -> Array:
         """Norms of the rows of W, the query side: (n_heads, d_model) float64."""
-        return self._of.norms[0] * self._scales()[:, None]
+        return self._rescaled(self._of.norms[0])
 
     def column_norms(self) -> Array:
         """Norms of the columns of W, the key side: (n_heads, d_model) float64."""
-        return self._of.norms[1] * self._scales()[:, None]
+        return self._rescaled(self._of.norms[1])
 
     # ---- spectrum ------------------------------------------------------------------------------------------
 
@@ -389,8 +389,12 @@ class BilinearForm:
         undefined = arrays.like([math.nan if d else 0.0 for d in self._of.defects], self.w_q)
         return rows + undefined, columns + undefined
 
-    def _scales(self) -> Array:
-        return arrays.like([head.scale for head in self._of.heads], self.w_q)
+    def _rescaled(self, values: Array) -> Array:
+        """Values of the rescaled heads, (n_heads, ...), in the size of W; inf beyond float64."""
+        scales = arrays.like([head.scale for head in self._of.heads], self.w_q)
+        scales = self._xp.reshape(scales, (-1, *[1] * (values.ndim - 1)))
+        with arrays.overflow_ignored():
+            return self._xp.where(values == 0.0, values, values * scales)
 
     def _bias_energy(self, i: int) -> float:
         """||W_ext||^2 - ||W||^2 of head i (after rescaling)."""

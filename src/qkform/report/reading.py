@@ -25,13 +25,14 @@ def reading(model: ModelScores) -> str:
 
 
 def mask_words(rows: Iterable[Row]) -> str:
-    """The masks that occur in some rows, in order of appearance: "causal", or "bidirectional, causal"."""
-    return ", ".join(dict.fromkeys(row["mask"] for row in rows))
+    """The masks that occur in some rows, in order of appearance: "causal", or "mask unknown"."""
+    masks = dict.fromkeys(row["mask"] for row in rows)
+    return ", ".join("mask unknown" if mask == "unknown" else mask for mask in masks)
 
 
 def decimals(value: float | None, digits: int = 3) -> str:
     """A score with `digits` decimals; a dash for what is not defined."""
-    return "–" if value is None else f"{value:.{digits}f}"
+    return "–" if value is None else f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0: no minus zero
 
 
 def _beyond(rows: Sequence[Row]) -> tuple[int, int]:

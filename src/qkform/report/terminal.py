@@ -183,7 +183,8 @@ def _null_words(model: ModelScores) -> str:
     low, high = min(b[0] for b in bands), max(b[1] for b in bands)
     return (
         f"Random weights of this size: symmetry {decimals(low)} to {decimals(high)} (mean -+ 2 std). "
-        "Directionality below 0: the key side dominates. A score says nothing about the mask."
+        "Directionality below 0: the key side dominates; it scatters widely in random weights, so compare many "
+        "layers. A score says nothing about the mask."
     )
 
 
