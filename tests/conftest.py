@@ -10,11 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from safetensors.numpy import save_file
 
-# One BLAS thread per worker: two workers with two threads each fight over two cores.
+# One BLAS thread in xdist's workers and in the commands that tests start: two of each fight over two cores.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
+
+# A loaded machine is slow, not wrong; and what CI runs must not depend on luck.
+settings.register_profile("qkform", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("qkform")
 
 
 def bert_tensors(

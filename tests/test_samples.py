@@ -122,12 +122,6 @@ def child(code: str, cache: Path) -> subprocess.Popen[str]:
 # ---- names and places
 
 
-def test_a_sample_source_is_told_from_any_other():
-    assert samples.sample_name("sample:minilm") == "minilm"
-    assert samples.sample_name("minilm") is None
-    assert samples.sample_name("./sample:minilm") is None
-
-
 def test_an_unknown_sample_lists_the_known_ones(cache):
     with pytest.raises(SourceError, match=r"'gpt5'.*sample:minilm, sample:smollm2"):
         samples.fetch("gpt5", cache=cache)

@@ -84,11 +84,6 @@ SAMPLES: Mapping[str, Sample] = {
 }
 
 
-def sample_name(source: str) -> str | None:
-    """`minilm` for `sample:minilm`; None for a source that is not a sample."""
-    return source.removeprefix(PREFIX) if source.startswith(PREFIX) else None
-
-
 def fetch(name: str, *, cache: Path | None = None, on_progress: Progress | None = None) -> Path:
     """The local file or folder of sample `name`, downloaded on first use.
 

@@ -207,15 +207,13 @@ class BilinearForm:
         """
         self._need_square("eigenvalues")
         xp = self._xp
-        return self._stacked(
-            lambda i: eigenvalues(*self._factors(i)) * self._of.heads[i].scale,
-            self._rank_bound,
-            xp.complex128,
-        )
+        parts = self._per_head(lambda i: eigenvalues(*self._factors(i)) * self._of.heads[i].scale)
+        return self._stacked(parts, self._rank_bound, dtype=xp.complex128)
 
     def singular_values(self) -> Array:
         """The singular values that need not be 0: (n_heads, min(d_model, d_head)) float64, descending."""
-        return self._stacked(lambda i: svd(*self._factors(i))[1] * self._of.heads[i].scale, self._rank_bound)
+        parts = self._per_head(lambda i: svd(*self._factors(i))[1] * self._of.heads[i].scale)
+        return self._stacked(parts, self._rank_bound)
 
     def singular_vectors(self, count: int = 1) -> tuple[Array, Array]:
         """The leading `count` singular vectors: left (query side) and right (key side), largest first.
@@ -223,17 +221,21 @@ class BilinearForm:
         Returns two arrays (n_heads, d_model, count) float64, orthonormal columns; the sign of a pair is free.
         """
         count = self._count(count, self._rank_bound)
-        left = self._stacked(lambda i: svd(*self._factors(i))[0][:, :count], (self.d_model, count))
-        right = self._stacked(lambda i: svd(*self._factors(i))[2][:, :count], (int(self.w_k.shape[1]), count))
-        return left, right
+        parts = self._per_head(lambda i: svd(*self._factors(i)))
+        left = [None if part is None else part[0][:, :count] for part in parts]
+        right = [None if part is None else part[2][:, :count] for part in parts]
+        return (
+            self._stacked(left, (self.d_model, count)),
+            self._stacked(right, (int(self.w_k.shape[1]), count)),
+        )
 
     def symmetric_eigenvalues(self) -> Array:
         """Eigenvalues of (W + W^T)/2 that need not be 0: (n_heads, min(d_model, 2 d_head)) float64, ascending."""
         self._need_square("symmetric_eigenvalues")
-        return self._stacked(
-            lambda i: symmetric_part(*self._factors(i), vectors=False)[0] * self._of.heads[i].scale,
-            self._symmetric_bound,
+        parts = self._per_head(
+            lambda i: symmetric_part(*self._factors(i), vectors=False)[0] * self._of.heads[i].scale
         )
+        return self._stacked(parts, self._symmetric_bound)
 
     def symmetric_eigenvectors(self, count: int = 1) -> tuple[Array, Array]:
         """The `count` eigenpairs of (W + W^T)/2 that are largest in size, largest first.
@@ -250,8 +252,10 @@ class BilinearForm:
             order = xp.argsort(xp.abs(values), descending=True)[:count]
             return xp.take(values, order) * self._of.heads[i].scale, xp.take(vectors, order, axis=1)
 
-        values = self._stacked(lambda i: leading(i)[0], count)
-        return values, self._stacked(lambda i: leading(i)[1], (self.d_model, count))
+        parts = self._per_head(leading)
+        values = [None if part is None else part[0] for part in parts]
+        vectors = [None if part is None else part[1] for part in parts]
+        return self._stacked(values, count), self._stacked(vectors, (self.d_model, count))
 
     def signature(self) -> Signature:
         """Directions in which the symmetric part of W attracts and repels, and the attracting share of energy.
@@ -434,10 +438,15 @@ class BilinearForm:
         values = [math.nan if defect else score(i) for i, defect in enumerate(self._of.defects)]
         return arrays.like(values, self.w_q)
 
-    def _stacked(self, per_head: Any, shape: int | tuple[int, ...], dtype: Any = None) -> Array:
+    def _per_head(self, compute: Callable[[int], Any]) -> list[Any]:
+        """`compute` of every head, None where the head has no scores."""
+        return [None if defect else compute(i) for i, defect in enumerate(self._of.defects)]
+
+    def _stacked(self, parts: list[Any], shape: int | tuple[int, ...], dtype: Any = None) -> Array:
+        """One array (n_heads, *shape); NaN for the heads without scores."""
         xp = self._xp
         nan = xp.full(shape, math.nan, dtype=dtype or xp.float64, device=device(self.w_q))
-        return xp.stack([nan if defect else per_head(i) for i, defect in enumerate(self._of.defects)])
+        return xp.stack([nan if part is None else part for part in parts])
 
     def __iter__(self) -> Iterator[BilinearForm]:
         return (self.head(h) for h in range(self.n_heads))
