@@ -124,6 +124,13 @@ def test_a_sub_config_outranks_the_config_around_it(tmp_path):
     assert qk.scan(model(tmp_path, tensors, config)).rows[0]["d_head"] == 4
 
 
+def test_a_sub_config_takes_nothing_from_the_config_around_it(tmp_path):
+    """What a tower's config leaves out is the default of its class, 8 heads, not the number around it."""
+    tensors = separate("text_model.encoder.layers.0.self_attn", 16, 16, 16)
+    config = {"model_type": "clip", "num_attention_heads": 4, "text_config": {"hidden_size": 16}}
+    assert qk.scan(model(tmp_path, tensors, config)).rows[0]["d_head"] == 2
+
+
 @pytest.mark.parametrize(
     ("model_type", "extra", "mask"),
     [
@@ -308,3 +315,50 @@ def test_names_that_can_be_read_in_two_ways_are_refused(tmp_path, monkeypatch):
     folder = model(tmp_path, tensors, None)
     with pytest.raises(LayoutError, match="no config"):
         qk.scan(folder, heads=3)
+
+
+# ---- GGUF ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arch", "causal", "mask"),
+    [
+        ("llama", None, "causal"),
+        ("llama", False, "bidirectional"),
+        ("bert", None, "bidirectional"),
+        ("bert", True, "causal"),
+        ("never-heard-of", None, "unknown"),
+        ("never-heard-of", True, "causal"),
+    ],
+)
+def test_the_metadata_of_a_gguf_file_decides_its_mask(arch, causal, mask, tmp_path):
+    rows = qk.scan(gguf_file(tmp_path, arch, causal)).rows
+    assert {r["mask"] for r in rows} == {mask}
+    assert not any("qk_norm" in r["flags"] for r in rows)
+
+
+def test_norms_on_queries_and_keys_are_flagged_in_gguf(tmp_path):
+    rows = qk.scan(gguf_file(tmp_path, "qwen3", None, "attn_q_norm", "attn_k_norm")).rows
+    assert all("qk_norm" in r["flags"] for r in rows)
+
+
+def gguf_file(tmp_path, arch, causal, *norms):
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", arch)
+    writer.add_head_count(3)
+    writer.add_embedding_length(12)
+    writer.add_block_count(1)
+    if causal is not None:
+        writer.add_causal_attention(causal)
+    for name in ("attn_q", "attn_k"):
+        writer.add_tensor(
+            f"blk.0.{name}.weight", normal(12, 12, seed=len(name)).astype(np.float32) + (name == "attn_q")
+        )
+    for name in norms:
+        writer.add_tensor(f"blk.0.{name}.weight", np.ones(4, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tmp_path / "m.gguf"
