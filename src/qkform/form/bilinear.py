@@ -73,6 +73,7 @@ class BilinearForm:
         self.b_k = _checked_bias("b_k", b_k, w_k)
         self._of = HeadMoments(w_q, w_k)
         self._exact_q: Callable[[], Array] | None = None
+        self._excesses_at: dict[float, tuple[Array, Array]] = {}  # by gamma: four scores read them
         self._xp, self._dtype = self._of.xp, self._of.dtype
 
     # ---- shape ---------------------------------------------------------------------------------------------
@@ -388,10 +389,12 @@ class BilinearForm:
     def _excesses(self, gamma: float) -> tuple[Array, Array]:
         if not isinstance(gamma, (int, float)) or not abs(gamma) <= 1e6:
             raise FormError(f"gamma is {gamma!r}; it must be a number of standard deviations, at most 1e6")
-        resolutions = self._resolutions()
-        rows, columns = (excess(norms, gamma, resolutions) for norms in self._of.norms)
-        undefined = arrays.like([math.nan if d else 0.0 for d in self._of.defects], self.w_q)
-        return rows + undefined, columns + undefined
+        if gamma not in self._excesses_at:
+            resolutions = self._resolutions()
+            rows, columns = (excess(norms, gamma, resolutions) for norms in self._of.norms)
+            undefined = arrays.like([math.nan if d else 0.0 for d in self._of.defects], self.w_q)
+            self._excesses_at[gamma] = rows + undefined, columns + undefined
+        return self._excesses_at[gamma]
 
     def _rescaled(self, values: Array) -> Array:
         """Values of the rescaled heads, (n_heads, ...), in the size of W; inf beyond float64."""

@@ -57,13 +57,13 @@ class Head:
 
 @dataclass(frozen=True)
 class Moments:
-    """Second moments of one head's W (after rescaling), with the product they came from."""
+    """Second moments of one head's W (after rescaling)."""
 
     norm2: float
     trace2: float
-    small: Array | None = None  # C = W_K^T W_Q (d_head, d_head) float64
-    dense: Array | None = None  # W itself on the dense route, with its squared row and column norms
-    energies: tuple[Array, Array] | None = None
+    energies: tuple[Array, Array] | None = (
+        None  # squared row and column norms, where one pass over W gave them
+    )
 
 
 UNDEFINED = Moments(math.nan, math.nan)
@@ -174,7 +174,7 @@ class HeadMoments:
         if head.q.w.shape[0] != head.k.w.shape[0]:
             return Moments(norm2, math.nan)
         small = arrays.double(head.k.w.T @ head.q.w)
-        return Moments(norm2, float(xp.sum(small * small.T)), small)
+        return Moments(norm2, float(xp.sum(small * small.T)))
 
     def _dense_moments(self, head: Head) -> Moments:
         """Everything that one pass over W gives, in strips and tiles that stay in the cache."""
@@ -189,7 +189,7 @@ class HeadMoments:
             columns2 = columns2 + xp.ones(squares.shape[0], dtype=xp.float64, device=device(w)) @ squares
         energies = (xp.concat(rows2), columns2)
         trace2 = self._trace_of_square(w) if d_q == d_k else math.nan
-        return Moments(float(xp.sum(energies[0])), trace2, dense=w, energies=energies)
+        return Moments(float(xp.sum(energies[0])), trace2, energies)
 
     def _trace_of_square(self, w: Array) -> float:
         """tr(W W) = sum(W * W^T), tile by tile with its mirror image: a transposed pass would miss every cache."""
@@ -208,8 +208,8 @@ class HeadMoments:
         for head, moments in zip(self.heads, self.moments, strict=True):
             if moments is UNDEFINED:
                 out.append(math.nan)
-            elif moments.dense is not None:
-                w, step, total = moments.dense, 4 * TILE, 0.0
+            elif head.dense is not None:
+                w, step, total = head.dense, 4 * TILE, 0.0
                 for i in range(0, w.shape[0], step):  # W W^T is symmetric: its upper tiles are enough
                     strip = w[i : i + step, :] @ w[i:, :].T  # (step, d - i)
                     own = float(xp.sum(arrays.double(strip[:, :step]) ** 2))

@@ -11,7 +11,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qkform.records import COLUMNS, ModelScores, Row, ScoreTable, null_band, values
+from qkform.records import (
+    COLUMNS,
+    ModelScores,
+    Row,
+    ScoreTable,
+    null_band,
+    single_heads,
+    values,
+    whole_layers,
+)
 
 POINT_COLUMNS = (*COLUMNS, "null_low", "null_high")
 _LABEL_LENGTH = 48
@@ -31,11 +40,11 @@ class Group:
 
     @property
     def layers(self) -> list[Row]:
-        return [row for row in self.rows if row["head"] is None]
+        return whole_layers(self.rows)
 
     @property
     def heads(self) -> list[Row]:
-        return [row for row in self.rows if row["head"] is not None]
+        return single_heads(self.rows)
 
     @property
     def masks(self) -> list[str]:

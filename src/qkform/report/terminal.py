@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from qkform.records import ModelScores, Row, median_of, null_band, values
+from qkform.records import ModelScores, Row, median_of, null_band, single_heads, values, whole_layers
 from qkform.report.reading import decimals, mask_words, reading
 
 BAR = 6  # cells on each side of zero
@@ -70,11 +70,10 @@ def _table(component: str, attention: str, rows: list[Row], *, width: int, unico
     from rich import box
     from rich.table import Table
 
-    layers = [r for r in rows if r["head"] is None]
+    layers = whole_layers(rows)
     by_layer: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["head"] is not None:
-            by_layer.setdefault(row["module"], []).append(row)
+    for row in single_heads(rows):
+        by_layer.setdefault(row["module"], []).append(row)
     columns = _columns(layers, by_layer, cross=attention == "cross", width=width, unicode=unicode)
     table = Table(
         title=_title(component, attention, layers),
