@@ -42,6 +42,9 @@ def test_json_is_one_document_on_stdout(bert, capsys):
         "bytes_read",
         "wall_seconds",
         "conventions",
+        "revision",
+        "step",
+        "offset",
         "skipped",
         "rows",
     }

@@ -31,6 +31,7 @@ COLUMNS: dict[str, type] = {
     "head": int,  # query head, from 0; null in the row of the whole layer (the sum over heads)
     "kv_head": int,  # the key head it reads; null in the row of the whole layer
     "attention": str,  # "self" or "cross"
+    "part": str,  # "nope", "rope", ...: one term of a score that has several; null: the whole score
     "mask": str,  # "causal", "bidirectional" or "unknown": from family and config, never from a score
     "d_model": int,
     "d_head": int,
@@ -48,7 +49,8 @@ COLUMNS: dict[str, type] = {
     "flags": list,  # words: "no_outliers", "qk_norm"
     "reason": str,  # why a score in this row is null; null where none is
 }
-_TAGS = ("source", "model_type")  # what a flat row carries in front, so that models can be told apart
+_LATER = ("part",)  # columns that records of earlier versions do not have
+_TAGS = ("source", "model_type", "step")  # what a flat row carries in front, so that models can be told apart
 
 
 def whole_layers(rows: Iterable[Row]) -> list[Row]:
@@ -71,6 +73,11 @@ class ModelScores:
     conventions: Mapping[str, Any]
     skipped: Sequence[Mapping[str, str]] = ()  # {"module", "reason"}: attention that was seen and not scored
     rows: Sequence[Row] = ()
+    revision: str | None = None  # the commit that a hub id was read at
+    step: int | None = None  # training step of a checkpoint in a trajectory
+    offset: int | None = (
+        None  # relative distance i - j that the rotary form was taken at; null: not asked for
+    )
 
     @property
     def layers(self) -> list[Row]:
@@ -87,6 +94,9 @@ class ModelScores:
             "source": self.source,
             "format": self.format,
             "model_type": self.model_type,
+            "revision": self.revision,
+            "step": self.step,
+            "offset": self.offset,
             "bytes_read": self.bytes_read,
             "wall_seconds": self.wall_seconds,
             "conventions": dict(self.conventions),
@@ -118,9 +128,14 @@ class ScoreTable:
 
     @property
     def rows(self) -> list[Row]:
-        """Every row, as a dict of plain values: `source` and `model_type`, then the columns of `COLUMNS`."""
+        """Every row, as a dict of plain values: source, model_type and step, then the columns of `COLUMNS`."""
         return [
-            {"source": model.source, "model_type": model.model_type, **{n: row.get(n) for n in COLUMNS}}
+            {
+                "source": model.source,
+                "model_type": model.model_type,
+                "step": model.step,
+                **{n: row.get(n) for n in COLUMNS},
+            }
             for model in self.models
             for row in model.rows
         ]
@@ -215,6 +230,8 @@ class ScoreTable:
         try:
             models = [ModelScores(**model) for model in document["models"]]
             for row in (row for model in models for row in model.rows):
+                for name in _LATER:
+                    row.setdefault(name, None)
                 if set(row) != set(COLUMNS):
                     raise KeyError(f"a row has the columns {sorted(row)[:5]}...")
             errors = [SourceFault(**error) for error in document["errors"]]
@@ -224,7 +241,7 @@ class ScoreTable:
 
     @staticmethod
     def _columns() -> dict[str, type]:
-        return {"source": str, "model_type": str, **COLUMNS}
+        return {"source": str, "model_type": str, "step": int, **COLUMNS}
 
     def _repr_html_(self) -> str:
         """A small table of layers per model, for notebooks."""

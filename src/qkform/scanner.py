@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ Source = str | os.PathLike[str]
 Progress = Callable[[str, int, int], None]  # (source, layers done, layers in all)
 
 SIGNATURE_SIZE = 2048  # a whole layer's signature takes about a second at this size, and grows with its cube
+_STEP = re.compile(r"(?:checkpoint|global_?step|step|iter(?:ation)?)[-_=]?(\d+)", re.IGNORECASE)
 _SELF_ONLY = ("symmetry", "symmetry_z", "positive_directions", "negative_directions", "positive_energy")
 
 
@@ -34,6 +36,12 @@ class Options:
     gamma                       standard deviations above the mean at which a row or column is an outlier
     signature                   "auto" counts directions of every head, and of a whole layer up to 2048 of them;
                                 "all" of every layer, however long it takes; "none" of nothing
+    revision, token             of a hub id: branch, tag or commit (default: the main branch), and an access token
+    download                    of a hub id that has no safetensors: fetch whole files where ranges cannot do
+    fold_norm                   multiply W_Q and W_K by the gain of the norm that feeds them, and add its bias to theirs
+    bias                        score the extended form [x, 1] W [x, 1]^T, biases included
+    qk_norm                     multiply by the gains of the norms on queries and keys
+    offset                      rotary models: the form at this relative distance i - j, W_Q R(i - j) W_K^T
     """
 
     heads: int | None = None
@@ -44,6 +52,13 @@ class Options:
     transposed: bool = False
     gamma: float = 2.0
     signature: Literal["auto", "all", "none"] = "auto"
+    revision: str | None = None
+    token: str | None = None
+    download: bool = False
+    fold_norm: bool = False
+    bias: bool = False
+    qk_norm: bool = False
+    offset: int | None = None
 
     def __post_init__(self) -> None:
         if not abs(self.gamma) <= 1e6:
@@ -63,18 +78,23 @@ def layers(
     q: str | None = None,
     k: str | None = None,
     transposed: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+    download: bool = False,
 ) -> Iterator[AttentionLayer]:
-    """The attention layers of a checkpoint, in order; `layer.form` is its query-key form, read when asked for.
+    """The attention layers of a checkpoint or a model, in order; `layer.form`, the query-key form, is read when asked for.
 
-    `source` is a .safetensors or .gguf file, a folder that holds a model, or sample:NAME; the keywords are explained
-    in `Options`. Let each layer go before the next to keep one layer in memory. Layers with `attention == "cross"`
-    have no symmetry to speak of: their two sides read different sequences.
+    `source` is a file, a folder that holds a model, a hub id, sample:NAME, or a live torch module; the keywords are
+    explained in `Options`. Let each layer go before the next to keep one layer in memory. Layers with
+    `attention == "cross"` have no symmetry to speak of: their two sides read different sequences.
 
     >>> for layer in layers("./my-model"):             # doctest: +SKIP
     ...     print(layer.module, layer.form.symmetry(), layer.form.total().symmetry())
     """
-    options = Options(heads, kv_heads, head_dim, q, k, transposed)
-    return _released(_layout(_open(source), options).layers)
+    options = Options(
+        heads, kv_heads, head_dim, q, k, transposed, revision=revision, token=token, download=download
+    )
+    return _released(_layout(_open(source, options), options).layers)
 
 
 def _released(found: Sequence[AttentionLayer]) -> Iterator[AttentionLayer]:
@@ -92,28 +112,52 @@ def scan(
     transposed: bool = False,
     gamma: float = 2.0,
     signature: Literal["auto", "all", "none"] = "auto",
+    revision: str | None = None,
+    token: str | None = None,
+    download: bool = False,
+    fold_norm: bool = False,
+    bias: bool = False,
+    qk_norm: bool = False,
+    offset: int | None = None,
     progress: Progress | None = None,
 ) -> ScoreTable:
-    """The scores of every layer and head of one or more checkpoints.
+    """The scores of every layer and head of one or more checkpoints or models.
 
-    A source is a .safetensors or .gguf file, a folder that holds a model, or sample:NAME; the keywords are explained in
-    `Options`; `progress` is called with (source, layers done, layers in all). Reads only Q and K, one layer at a time.
-    Raises SourceError, ConfigError or LayoutError for a source that cannot be scanned; a head that has no scores (zero
-    or NaN weights) is a row of nulls with the reason.
+    A source is a file, a folder that holds a model, a hub id, sample:NAME, or a live torch module; the keywords are
+    explained in `Options`; `progress` is called with (source, layers done, layers in all). Reads only Q and K, one
+    layer at a time. Raises SourceError, ConfigError or LayoutError for a source that cannot be scanned; a head that
+    has no scores (zero or NaN weights) is a row of nulls with the reason.
 
     >>> scan("./my-model").layers[0]["symmetry"]       # doctest: +SKIP
     0.405
     """
-    options = Options(heads, kv_heads, head_dim, q, k, transposed, gamma, signature)
+    options = Options(
+        heads,
+        kv_heads,
+        head_dim,
+        q,
+        k,
+        transposed,
+        gamma,
+        signature,
+        revision,
+        token,
+        download,
+        fold_norm,
+        bias,
+        qk_norm,
+        offset,
+    )
     if not sources:
-        raise SourceError("no source; name a file, a folder or sample:minilm")
+        raise SourceError("no source; name a file, a folder, a hub id or sample:minilm")
     return ScoreTable([_scanned(source, options, progress) for source in sources])
 
 
 def _scanned(source: Source, options: Options, progress: Progress | None) -> ModelScores:
     begin = time.perf_counter()
-    checkpoint = _open(source)
+    checkpoint = _open(source, options)
     layout = _layout(checkpoint, options)
+    checkpoint.plan([need for layer in layout.layers for need in layer.needs()])
     rows: list[Row] = []
     for done, layer in enumerate(_released(layout.layers)):
         if progress is not None:
@@ -130,18 +174,30 @@ def _scanned(source: Source, options: Options, progress: Progress | None) -> Mod
         conventions=conventions(options),
         skipped=list(layout.skipped),
         rows=rows,
+        revision=checkpoint.revision,
+        step=step_of(checkpoint.source, options.revision),
+        offset=options.offset,
     )
 
 
-def _open(source: Source) -> Checkpoint:
+def step_of(source: str, revision: str | None = None) -> int | None:
+    """The training step that a revision or a checkpoint's name tells: checkpoint-500, step1000, iter_20."""
+    for name in (revision, Path(source).name, Path(source).parent.name):
+        found = _STEP.findall(name or "")
+        if found and len(found[-1]) < 16:
+            return int(found[-1])
+    return None
+
+
+def _open(source: Source, options: Options) -> Checkpoint:
     if not isinstance(source, (str, os.PathLike)):
         raise SourceError(
-            f"a source is a path or sample:NAME, not a {type(source).__name__}; for weights in memory use "
+            f"a source is a path, a hub id or sample:NAME, not a {type(source).__name__}; for weights in memory use "
             "qkform.BilinearForm(w_q, w_k), or save the model and scan the folder"
         )
     name = os.fspath(source)
     if not name:
-        raise SourceError("the source is empty; name a file, a folder or sample:minilm")
+        raise SourceError("the source is empty; name a file, a folder, a hub id or sample:minilm")
     if name.startswith("sample:"):
         from qkform import samples
 
@@ -187,6 +243,7 @@ def _rows(layer: AttentionLayer, form: BilinearForm, options: Options, *, heads:
             "head": i if heads else None,
             "kv_head": form.kv_head(i) if heads else None,
             "attention": layer.attention,
+            "part": layer.part,
             "mask": layer.mask,
             "d_model": layer.d_model,
             "d_head": layer.d_head,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +50,18 @@ def as_floats(raw: NDArray[np.uint8], info: TensorInfo) -> NDArray[Any]:
     return array
 
 
+Need = tuple[str, int | None]  # (tensor, how many of its first rows; None: all)
+
+
+class Local:
+    """What every checkpoint of local files has in common."""
+
+    revision: str | None = None
+
+    def plan(self, needs: Sequence[Need]) -> None:
+        """Nothing: local files are read when they are asked for."""
+
+
 class Checkpoint(Protocol):
     """An opened checkpoint. Nothing but headers is read until `read` asks for a tensor."""
 
@@ -62,6 +74,13 @@ class Checkpoint(Protocol):
     @property
     def bytes_read(self) -> int:
         """Bytes taken from the files so far, headers and configs included."""
+
+    @property
+    def revision(self) -> str | None:
+        """The commit that a hub id is read at; None for files."""
+
+    def plan(self, needs: Sequence[Need]) -> None:
+        """What will be read, in order: a remote checkpoint fetches ahead, a local one has nothing to do."""
 
     def read(self, name: str, rows: int | None = None) -> NDArray[Any]:
         """The tensor, or its first `rows` rows, as numpy of a floating type (bfloat16 as ml_dtypes')."""

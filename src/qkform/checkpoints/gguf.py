@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from qkform.checkpoints.base import FLOATS, ByteReader, TensorInfo, as_floats, opening, refuse_pointer
+from qkform.checkpoints.base import FLOATS, ByteReader, Local, TensorInfo, as_floats, opening, refuse_pointer
 from qkform.errors import CheckpointError, SourceError
 
 MAX_HEADER_BYTES = 100_000_000  # the same bound as safetensors; a vocabulary of 256k words needs about 15 MB
@@ -36,7 +36,7 @@ _U32, _U64 = _SCALARS[4], _SCALARS[10]
 _SKIPPED = object()
 
 
-class GGUFCheckpoint:
+class GGUFCheckpoint(Local):
     """The tensors of one GGUF file; `config` is its metadata without long arrays and lists of words."""
 
     format = "gguf"

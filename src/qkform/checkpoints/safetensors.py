@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from qkform.checkpoints.base import (
     FLOATS,
     ByteReader,
+    Local,
     TensorInfo,
     as_floats,
     opening,
@@ -29,7 +30,7 @@ from qkform.errors import CheckpointError, ConfigError
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 
 
-class SafetensorsCheckpoint:
+class SafetensorsCheckpoint(Local):
     """Tensors of one or several .safetensors files, by name."""
 
     format = "safetensors"

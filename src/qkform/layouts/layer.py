@@ -58,6 +58,9 @@ class AttentionLayer:
     q: Stored = field(repr=False)
     k: Stored = field(repr=False)
     read: Reader = field(repr=False, compare=False)
+    part: str | None = None  # one term of a score that has several ("nope", "rope"); None: the whole score
+    # tensors with the gains of the norms on queries and keys, (d_head,) or (n_heads * d_head,)
+    qk_norms: tuple[str, str] | None = None
 
     @cached_property
     def form(self) -> BilinearForm:
@@ -71,11 +74,20 @@ class AttentionLayer:
         except QKFormError as error:
             raise type(error)(f"{self.module}: {error}") from None
 
-    def _stored(self, stored: Stored) -> Array:
-        """The tensor, without the rows of V where they lie behind those of Q and K."""
+    def needs(self) -> list[tuple[str, int | None]]:
+        """(tensor, rows) of everything that `form` reads, in order; rows None: the whole tensor."""
+        weights = dict.fromkeys((s.weight, self._rows(s)) for s in (self.q, self.k))
+        biases = dict.fromkeys((s.bias, None) for s in (self.q, self.k) if s.bias is not None)
+        return [*weights, *biases]
+
+    def _rows(self, stored: Stored) -> int | None:
+        """How many of its first rows are needed: those of V lie behind those of Q and K."""
         if stored.part.startswith("q|k|v") and not stored.transposed:
-            return self.read(stored.weight, (self.n_heads + self.n_kv_heads) * self.d_head)
-        return self.read(stored.weight)
+            return (self.n_heads + self.n_kv_heads) * self.d_head
+        return None
+
+    def _stored(self, stored: Stored) -> Array:
+        return self.read(stored.weight, self._rows(stored))
 
     def _projection(self, stored: Stored, heads: int, weight: Array) -> tuple[Array, Array | None]:
         if stored.transposed:
