@@ -82,7 +82,7 @@ def layers(
     token: str | None = None,
     download: bool = False,
 ) -> Iterator[AttentionLayer]:
-    """The attention layers of a checkpoint or a model, in order; `layer.form`, the query-key form, is read when asked for.
+    """The attention layers of a checkpoint or a model, in order; `layer.form` is read when it is first asked for.
 
     `source` is a file, a folder that holds a model, a hub id, sample:NAME, or a live torch module; the keywords are
     explained in `Options`. Let each layer go before the next to keep one layer in memory. Layers with
