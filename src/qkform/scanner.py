@@ -23,6 +23,7 @@ Source = str | os.PathLike[str]
 Progress = Callable[[str, int, int], None]  # (source, layers done, layers in all)
 
 SIGNATURE_SIZE = 2048  # a whole layer's signature takes about a second at this size, and grows with its cube
+AT_ONCE = 2**28  # bytes of widened weights that are scored together
 _STEP = re.compile(r"(?:checkpoint|global_?step|step|iter(?:ation)?)[-_=]?(\d+)", re.IGNORECASE)
 _SELF_ONLY = ("symmetry", "symmetry_z", "positive_directions", "negative_directions", "positive_energy")
 
@@ -224,13 +225,20 @@ def layer_rows(layer: AttentionLayer, options: Options) -> list[Row]:
     """The row of the whole layer, then one per head."""
     form = layer.form
     try:
-        return _rows(layer, form.total(), options, heads=False) + _rows(layer, form, options, heads=True)
+        rows = _rows(layer, form.total(), options, first=None)
+        size = form.n_heads // form.n_kv_heads
+        widened = 4 * form.d_head * (form.w_q.shape[1] * size + form.w_k.shape[1])  # bytes for one key head
+        part = max(1, AT_ONCE // widened)
+        for i, heads in enumerate(form.groups(part)):
+            rows += _rows(layer, heads, options, first=i * part * size)
+        return rows
     except QKFormError as error:
         raise type(error)(f"{layer.module}: {error}") from None
 
 
-def _rows(layer: AttentionLayer, form: BilinearForm, options: Options, *, heads: bool) -> list[Row]:
-    scores, reason = _scores(layer, form, options, heads=heads)
+def _rows(layer: AttentionLayer, form: BilinearForm, options: Options, *, first: int | None) -> list[Row]:
+    """One row per head of `form`, the first of which is head `first` of the layer; None: the layer as a whole."""
+    scores, reason = _scores(layer, form, options)
     defects = form.defects()
     no_outliers = form.no_outliers(options.gamma)
     rows = []
@@ -240,8 +248,8 @@ def _rows(layer: AttentionLayer, form: BilinearForm, options: Options, *, heads:
             "module": layer.module,
             "layer": layer.layer,
             "shared_by": list(layer.shared_by) if layer.shared_by else None,
-            "head": i if heads else None,
-            "kv_head": form.kv_head(i) if heads else None,
+            "head": None if first is None else first + i,
+            "kv_head": None if first is None else layer.form.kv_head(first + i),
             "attention": layer.attention,
             "part": layer.part,
             "mask": layer.mask,
@@ -257,9 +265,7 @@ def _rows(layer: AttentionLayer, form: BilinearForm, options: Options, *, heads:
     return rows
 
 
-def _scores(
-    layer: AttentionLayer, form: BilinearForm, options: Options, *, heads: bool
-) -> tuple[dict[str, Any], str | None]:
+def _scores(layer: AttentionLayer, form: BilinearForm, options: Options) -> tuple[dict[str, Any], str | None]:
     """Every score as an array, None where the whole layer has none, and the reason for that."""
     scores: dict[str, Any] = dict.fromkeys(_SELF_ONLY)
     reason = None
