@@ -95,7 +95,7 @@ def layers(
     options = Options(
         heads, kv_heads, head_dim, q, k, transposed, revision=revision, token=token, download=download
     )
-    return _released(_layout(_open(source, options), options).layers)
+    return _released(opened(source, options)[1].layers)
 
 
 def _released(found: Sequence[AttentionLayer]) -> Iterator[AttentionLayer]:
@@ -156,8 +156,7 @@ def scan(
 
 def _scanned(source: Source, options: Options, progress: Progress | None) -> ModelScores:
     begin = time.perf_counter()
-    checkpoint = _open(source, options)
-    layout = _layout(checkpoint, options)
+    checkpoint, layout = opened(source, options)
     checkpoint.plan([need for layer in layout.layers for need in layer.needs()])
     rows: list[Row] = []
     for done, layer in enumerate(_released(layout.layers)):
@@ -179,6 +178,12 @@ def _scanned(source: Source, options: Options, progress: Progress | None) -> Mod
         step=step_of(checkpoint.source, options.revision),
         offset=options.offset,
     )
+
+
+def opened(source: Source, options: Options) -> tuple[Checkpoint, Layout]:
+    """A source as its checkpoint and the layers that were found in it; nothing but headers is read."""
+    checkpoint = _open(source, options)
+    return checkpoint, _layout(checkpoint, options)
 
 
 def step_of(source: str, revision: str | None = None) -> int | None:
@@ -227,13 +232,21 @@ def layer_rows(layer: AttentionLayer, options: Options) -> list[Row]:
     try:
         rows = _rows(layer, form.total(), options, first=None)
         size = form.n_heads // form.n_kv_heads
-        widened = 4 * form.d_head * (form.w_q.shape[1] * size + form.w_k.shape[1])  # bytes for one key head
-        part = max(1, AT_ONCE // widened)
+        part = at_once(form)
         for i, heads in enumerate(form.groups(part)):
             rows += _rows(layer, heads, options, first=i * part * size)
         return rows
     except QKFormError as error:
         raise type(error)(f"{layer.module}: {error}") from None
+
+
+def at_once(form: BilinearForm, itemsize: int = 4) -> int:
+    """How many key heads, each with the query heads that read it, are scored together."""
+    size = form.n_heads // form.n_kv_heads
+    widened = (
+        itemsize * form.d_head * (form.w_q.shape[1] * size + form.w_k.shape[1])
+    )  # bytes for one key head
+    return max(1, AT_ONCE // widened)
 
 
 def _rows(layer: AttentionLayer, form: BilinearForm, options: Options, *, first: int | None) -> list[Row]:
