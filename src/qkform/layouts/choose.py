@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,10 +30,8 @@ def choose(
     tensors: Mapping[str, HasShape],
     *,
     heads_given: bool,
-    source: str,
-    where: str,
-) -> Family:
-    """The family, or a LayoutError that lists candidates. `heads_given`: names alone may decide."""
+) -> Family | None:
+    """The family, None where none is known. `heads_given`: the names of families alone may decide."""
     known = families()
     if arch:
         return replace(known.get(f"gguf:{arch}", known["gguf:*"]), model_type=arch)
@@ -46,14 +44,21 @@ def choose(
         family = _by_names(tensors)
         if family is not None:
             return family
+    return None
+
+
+def nothing_known(
+    model_type: str | None, tensors: Mapping[str, HasShape], reasons: Sequence[str], *, source: str, where: str
+) -> LayoutError:
+    """The error for a checkpoint of no known family, whose names do not tell enough either."""
     if model_type is None:
         found = f"{where} has no model_type" if where != source else f"{source} has no config.json"
         remedy = "put the model's config.json beside the weights, or pass --heads, --q and --k"
     else:
         found = f"{source}: no layout for model_type {model_type!r:.80}"
-        names = ", ".join(n for n in known if not n.startswith("gguf:"))
-        remedy = f"known: {names}; or pass --heads, --q and --k"
-    raise LayoutError(f"{found}; {remedy}. {candidates(tensors)}")
+        remedy = "docs/families.md lists those that are known; or pass --heads, --q and --k"
+    why = f" Pairs were found, but {reasons[0]}." if reasons else ""
+    return LayoutError(f"{found}; {remedy}.{why} {candidates(tensors)}")
 
 
 def _by_names(tensors: Mapping[str, HasShape]) -> Family | None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from qkform.errors import ConfigError, LayoutError
-from qkform.layouts.choose import choose, named_type
+from qkform.layouts.blocks import block_of
+from qkform.layouts.choose import choose, named_type, nothing_known
 from qkform.layouts.geometry import Overrides, Scope, geometry
-from qkform.layouts.layer import AttentionLayer, Part, Reader, Stored
+from qkform.layouts.layer import AttentionLayer, Reader, Stored
 from qkform.layouts.manual import QUERY, Manual, candidates
 from qkform.layouts.match import MAX_NAME, HasShape, Place, modules_of, place, places
+from qkform.layouts.naming import is_cross, pairs
 from qkform.layouts.rules import Family, Rule, bias_of
+from qkform.layouts.scopes import candidates as config_parts
+from qkform.layouts.scopes import solve
+
+
+# what models call the norms on queries and keys, inside the attention module
+QK_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm", "norm_q", "norm_k")
 
 
 @dataclass(frozen=True)
@@ -43,12 +52,19 @@ def find_layers(
     where = config_name or source
     model_type, arch = named_type(config, where)
     rule = manual.rule() if manual else None
-    if rule is not None:
-        family = Family(model_type or "unknown", "the command line", (rule,))
-    else:
-        given = overrides.heads is not None
-        family = choose(model_type, arch, tensors, heads_given=given, source=source, where=where)
-    layers, skipped = _Finder(tensors, config, read, family, where, arch, overrides).find()
+    family = (
+        Family(model_type or "unknown", "the command line", (rule,))
+        if rule is not None
+        else choose(model_type, arch, tensors, heads_given=overrides.heads is not None)
+    )
+    finder = _Finder(
+        tensors, config, read, family or Family(model_type or "unknown", "names", ()), where, arch, overrides
+    )
+    named = rule is None and not arch
+    layers, skipped = finder.find(named)
+    if not layers and family is None:
+        reasons = [f"{s['module'][-200:]}: {s['reason']}" for s in finder.unproved]
+        raise nothing_known(model_type, tensors, reasons, source=source, where=where)
     if not layers:
         wanted = f"the layout of {family.model_type!r} ({family.file})" if rule is None else "--q and --k"
         raise LayoutError(f"{source}: no tensor fits {wanted}. {candidates(tensors)}")
@@ -70,17 +86,22 @@ class _Finder:
         self.family, self.where, self.arch, self.overrides = family, where, arch, overrides
         self.seen: set[str] = set()
         self.skipped: list[dict[str, str]] = []
+        self.unproved: list[dict[str, str]] = []  # pairs whose heads are not known, with the reason
 
-    def find(self) -> tuple[list[AttentionLayer], list[dict[str, str]]]:
+    def find(self, by_names: bool) -> tuple[list[AttentionLayer], list[dict[str, str]]]:
+        """The layers of the family's rules, then those that names alone tell, and everything that is left."""
         for skip in self.family.skips:
             self._skip(skip.module, skip.reason)
         found: list[tuple[int, AttentionLayer]] = []
-        for order, rule in enumerate(self.family.rules):
+        rules = [rule for rule in self.family.rules if _counts(rule, self.config)]
+        for order, rule in enumerate(rules):
             for name, found_at in places(rule, self.tensors):
                 if name not in self.seen:
                     layer = self._layer(rule, name, found_at)
                     if layer is not None:
                         found.append((order, layer))
+        if by_names:
+            found += [(len(rules), layer) for layer in self._named()]
         components = {layer.component: None for _, layer in found}
         rank = {component: i for i, component in enumerate(components)}
         found.sort(key=lambda item: (rank[item[1].component], item[1].layer, item[0], item[1].module))
@@ -88,6 +109,42 @@ class _Finder:
         self._report_missing(layers)
         self._report_leftovers()
         return layers, self.skipped
+
+    def _named(self) -> Iterator[AttentionLayer]:
+        """Pairs of projections that no rule of the family has taken, where shapes prove how many heads they hold."""
+        parts = config_parts(self.config)
+        for pair in pairs(self.tensors):
+            if pair.q_tensor in self.seen:
+                continue
+            module = pair.place.module
+            try:
+                q, k = (_matrix(n, self.tensors[n].shape, False) for n in (pair.q_tensor, pair.k_tensor))
+            except ConfigError as error:
+                self.unproved.append({"module": module, "reason": str(error)})
+                continue
+            solved = solve(parts, self.overrides, module, q, k)
+            if isinstance(solved, str):
+                self.seen |= {pair.q_tensor, pair.k_tensor}
+                self.unproved.append({"module": module, "reason": f"{solved}; {pair.q} {q}, {pair.k} {k}"})
+                continue
+            block = block_of(self.family.model_type, module)
+            rule = Rule(
+                self.family.model_type,
+                module,
+                q=f"{pair.q}{pair.suffix}",
+                k=f"{pair.k}{pair.suffix}",
+                exact=True,
+                heads=(f"={solved.n_heads}",),
+                kv_heads=(f"={solved.n_kv_heads}",),
+                head_dim=(f"={solved.d_head}",),
+                d_model=(),
+                qk_norm=QK_NORMS,
+                **{"attention": "cross" if is_cross(module) or q[1] != k[1] else "self", **(block or {})},
+            )
+            layer = self._layer(rule, pair.q_tensor, pair.place)
+            if layer is not None:
+                yield layer if block else replace(layer, flags=(*layer.flags, "by_names"))
+        self.skipped += self.unproved
 
     def _layer(self, rule: Rule, q_name: str, at: Place) -> AttentionLayer | None:
         module = at.module
@@ -109,13 +166,13 @@ class _Finder:
             )
         layer, shared_by = self._sharing(rule, scope, at.layer)
         norm, norm_kind = self._norm(rule, scope, at)
-        norms = tuple(f"{module}{dot}{n}." for n in rule.qk_norm)
-        normed = bool(norms) and any(name.startswith(norms) for name in self.tensors)
-        q_part, k_part = _parts(rule)
+        norms = tuple(f"{module}{dot}{n}" for n in rule.qk_norm)
+        normed = not self.paths.isdisjoint(norms)
+        q_part, k_part = rule.q_part, rule.k_part
         q_bias, k_bias = (
             self._bias(rule, module, n, shape[0]) for n, shape in ((q_name, q_shape), (k_name, k_shape))
         )
-        bias_parts: tuple[Part, Part] = ("q|k|v: q", "q|k|v: k") if rule.bias else (q_part, k_part)
+        bias_parts = ("q|k|v: q", "q|k|v: k") if rule.bias else (q_part, k_part)
         return AttentionLayer(
             component=at.component,
             module=module,
@@ -175,6 +232,15 @@ class _Finder:
             self.seen.update(names)
             self.skipped.append({"module": module, "reason": reason})
 
+    @cached_property
+    def paths(self) -> frozenset[str]:
+        """The modules that tensors stand in, and those three levels around them."""
+        found, level = set[str](), set(self.tensors)
+        for _ in range(4):
+            level = {name.rpartition(".")[0] for name in level}
+            found |= level
+        return frozenset(found - {""})
+
     def _report_missing(self, layers: list[AttentionLayer]) -> None:
         """A config that promises more layers than the weights hold is a hint that a file is missing."""
         for rule in self.family.rules:
@@ -201,14 +267,12 @@ class _Finder:
                 self.skipped.append({"module": path.rpartition(".")[0], "reason": reason})
 
 
-def _parts(rule: Rule) -> tuple[Part, Part]:
-    if rule.fused and rule.order == "q|k|v":
-        return "q|k|v: q", "q|k|v: k"
-    if rule.fused and rule.order == "heads x [q|k|v]":
-        return "heads x [q|k|v]: q", "heads x [q|k|v]: k"
-    if rule.fused:
-        raise LayoutError(f"{rule.family}: no fused order {rule.order!r}")
-    return "whole", "k|v: k" if rule.kv_fused else "whole"
+def _counts(rule: Rule, config: Mapping[str, Any] | None) -> bool:
+    """Whether the config has the values with which this rule counts."""
+    return all(
+        (config or {}).get(key, rule.unless_set.get(key)) == value
+        for key, value in rule.when.items()
+    )
 
 
 def _mask(rule: Rule, scope: Scope) -> Literal["causal", "bidirectional", "unknown"]:

@@ -5,9 +5,13 @@ A file holds `[members]` (model_type = overrides) and one `[[attention]]` per ki
     module      path of the attention module; {layer} is its number, ** any path in between or at the end;
                 anything may stand before it
     q, k        names of the projections inside the module, or
-    fused       name of the tensor that holds both, with `order`: "q|k|v" or "heads x [q|k|v]"
+    fused       name of the tensor that holds both, with `order`: see `qkform.layouts.order`
+    q_order     order of the query tensor where it holds more than queries, e.g. "heads x [q|gate]"
+    kv_fused    name of the tensor that holds the keys and more, with `kv_order`, "k|v" if not said
+    q_bias      name of the bias of the queries where the fused tensor has none for all
+    when        config flags and the values with which this entry counts; `unless_set` gives those left out
     transposed  true for Conv1D: stored (in, out)
-    heads, kv_heads, head_dim, d_model, layers     config keys, the first that is there counts
+    heads, kv_heads, head_dim, d_model, layers     config keys, the first that is there counts; "=1" is the number itself
     config      sub-config that holds them (the config itself where it is absent)
     attention   "self" or "cross"
     mask        "causal", "bidirectional" or "unknown"
@@ -34,6 +38,7 @@ from importlib import resources
 from typing import Any, Literal
 
 from qkform.errors import LayoutError
+from qkform.layouts.order import WHOLE, parsed
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,12 @@ class Rule:
     k: str = ""
     fused: str = ""
     order: str = "q|k|v"
+    q_order: str = ""
     kv_fused: str = ""
+    kv_order: str = "k|v"
+    q_bias: str = ""
+    when: Mapping[str, Any] = field(default_factory=dict)
+    unless_set: Mapping[str, Any] = field(default_factory=dict)
     transposed: bool = False
     config: str = ""
     heads: tuple[str, ...] = ("num_attention_heads",)
@@ -79,7 +89,17 @@ class Rule:
     @property
     def part_words(self) -> str:
         """How the two projections share their tensors, for comparing rules."""
-        return self.order if self.fused else "k|v" if self.kv_fused else ""
+        return self.order if self.fused else f"{self.q_order} {self.kv_order if self.kv_fused else ''}".strip()
+
+    @property
+    def q_part(self) -> str:
+        """The rows of the query tensor that are queries."""
+        return f"{self.order}: q" if self.fused else f"{self.q_order}: q" if self.q_order else WHOLE
+
+    @property
+    def k_part(self) -> str:
+        """The rows of the key tensor that are keys."""
+        return f"{self.order}: k" if self.fused else f"{self.kv_order}: k" if self.kv_fused else WHOLE
 
     def _tensor(self, name: str) -> str:
         """query -> query.weight; in_proj_weight, and a name that a person gave in full, stay."""
@@ -142,6 +162,8 @@ def _rule(member: str, entry: Mapping[str, Any], name: str) -> Rule:
     rule = Rule(family=member, **values)
     if not (rule.fused or (rule.q and (rule.k or rule.kv_fused))):
         raise LayoutError(f"{name}: {member} names neither `fused` nor `q` and `k`")
+    for order in filter(None, (rule.order, rule.q_order, rule.kv_order)):
+        parsed(order)
     return rule
 
 
