@@ -48,7 +48,12 @@ def choose(
 
 
 def nothing_known(
-    model_type: str | None, tensors: Mapping[str, HasShape], reasons: Sequence[str], *, source: str, where: str
+    model_type: str | None,
+    tensors: Mapping[str, HasShape],
+    reasons: Sequence[str],
+    *,
+    source: str,
+    where: str,
 ) -> LayoutError:
     """The error for a checkpoint of no known family, whose names do not tell enough either."""
     if model_type is None:
@@ -67,7 +72,10 @@ def _by_names(tensors: Mapping[str, HasShape]) -> Family | None:
     for name, family in families().items():
         if name.startswith("gguf:"):
             continue
-        hits = [(rule, list(places(rule, tensors))) for rule in family.rules]
+        hits = [
+            (rule, [f for f in places(rule, tensors) if _plausible(rule, tensors[f[0]])])
+            for rule in family.rules
+        ]
         used = [rule for rule, found in hits if found]
         reading = frozenset(
             (q, p.layer, r.k_tensor, r.part_words, r.transposed, r.attention)
@@ -84,6 +92,13 @@ def _by_names(tensors: Mapping[str, HasShape]) -> Family | None:
         for r in readings[widest]
     )
     return Family("unknown", "names alone", rules)
+
+
+def _plausible(rule: Rule, info: HasShape) -> bool:
+    """Whether a fused tensor has more outputs than inputs, as q, k and v together always do."""
+    if not rule.fused or len(info.shape) != 2:
+        return True
+    return (info.shape[1] > info.shape[0]) if rule.transposed else (info.shape[0] > info.shape[1])
 
 
 def _fits(family: Family, tensors: Mapping[str, HasShape]) -> bool:

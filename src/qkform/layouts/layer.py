@@ -135,7 +135,11 @@ class AttentionLayer:
             if b is not None or tail_b is not None:
                 halves = [(b, w.shape[2]), (tail_b, tail_w.shape[2])]
                 b = np.concatenate(
-                    [np.zeros((heads, d)) if x is None else np.broadcast_to(x, (heads, d)) for x, d in halves], 1
+                    [
+                        np.zeros((heads, d)) if x is None else np.broadcast_to(x, (heads, d))
+                        for x, d in halves
+                    ],
+                    1,
                 )
             w = np.concatenate([w, np.repeat(_product_type(tail_w), heads, 0)], axis=2)
         return w, b

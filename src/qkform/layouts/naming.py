@@ -82,7 +82,9 @@ def pairs(tensors: Mapping[str, HasShape]) -> Iterator[Pair]:
         for parts, last, suffix in modules:
             module = ".".join(parts)
             place = (
-                Place(module, module, 0) if at is None else Place(module, ".".join(parts[:at]), int(parts[at]))
+                Place(module, module, 0)
+                if at is None
+                else Place(module, ".".join(parts[:at]), int(parts[at]))
             )
             yield Pair(place, last, QUERY_TO_KEY[last], suffix)
 
@@ -95,6 +97,13 @@ def _layer_position(modules: Sequence[Sequence[str]]) -> int | None:
     numbers = [i for i, part in enumerate(modules[0]) if is_number(part)]
     varying = [i for i in numbers if len({parts[i] for parts in modules}) > 1]
     return varying[-1] if varying else numbers[-1] if numbers else None
+
+
+def layer_place(module: str) -> Place:
+    """The place of a module by the last number in its path."""
+    parts = module.split(".") if module else []
+    at = next((i for i in reversed(range(len(parts))) if is_number(parts[i])), None)
+    return Place(module, module, 0) if at is None else Place(module, ".".join(parts[:at]), int(parts[at]))
 
 
 def is_cross(module: str) -> bool:

@@ -100,6 +100,8 @@ def _repetition(order: str, sizes: Sizes) -> tuple[int, list[int]]:
     for item in items:
         heads = totals.get(item, repeats)
         if heads % repeats:
-            raise LayoutError(f"{heads} heads of {item!r} cannot be shared out over the {repeats} of {order!r}")
+            raise LayoutError(
+                f"{heads} heads of {item!r} cannot be shared out over the {repeats} of {order!r}"
+            )
         heights.append(heads // repeats * widths.get(item, sizes.d_head))
     return repeats, heights

@@ -12,12 +12,32 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qkform.errors import LayoutError
 from qkform.layouts.geometry import Geometry, Overrides
+from qkform.layouts.match import is_number
+from qkform.layouts.order import Sizes, outputs
 
-_HEADS = ("num_attention_heads", "n_heads", "n_head", "num_heads", "attention_heads", "nhead", "n_attention_heads")
+_HEADS = (
+    "num_attention_heads",
+    "n_heads",
+    "n_head",
+    "num_heads",
+    "attention_heads",
+    "nhead",
+    "n_attention_heads",
+)
 _KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_head_kv", "key_value_heads")
-_HEAD_DIM = ("head_dim", "d_kv", "attention_head_size", "attention_head_dim", "kv_channels", "head_size", "qkv_dim")
+_HEAD_DIM = (
+    "head_dim",
+    "d_kv",
+    "attention_head_size",
+    "attention_head_dim",
+    "kv_channels",
+    "head_size",
+    "qkv_dim",
+)
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "model_dim", "width")
+KEYS: Mapping[str, tuple[str, ...]] = {"heads": _HEADS, "kv_heads": _KV_HEADS, "head_dim": _HEAD_DIM}
 _SYNONYMS: Mapping[str, frozenset[str]] = {
     "text": frozenset({"text", "language", "llm", "lm"}),
     "language": frozenset({"text", "language", "llm", "lm"}),
@@ -59,7 +79,9 @@ class Candidate:
             for one in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(one, int) and not isinstance(one, bool):
                     found.add(one)
-        if "depths" in self.values and isinstance(self.values.get("embed_dim"), int):  # Swin doubles it per stage
+        if "depths" in self.values and isinstance(
+            self.values.get("embed_dim"), int
+        ):  # Swin doubles it per stage
             found |= {self.values["embed_dim"] * 2**i for i in range(8)}
         return found
 
@@ -73,7 +95,9 @@ def candidates(config: Mapping[str, Any] | None) -> list[Candidate]:
     for words, values in _nested(config or {}, ()):
         found.append(Candidate(words, values))
         for prefix in sorted({m[1] for key in values if (m := _PREFIX.fullmatch(str(key)))}):
-            renamed = {key.removeprefix(f"{prefix}_"): v for key, v in values.items() if key.startswith(f"{prefix}_")}
+            renamed = {
+                key.removeprefix(f"{prefix}_"): v for key, v in values.items() if key.startswith(f"{prefix}_")
+            }
             own = {key: v for key, v in values.items() if key in _HIDDEN + _HEAD_DIM}
             found.append(Candidate((*words, prefix), {**own, **renamed}))
         if len(found) > _MAX_SCOPES:
@@ -91,21 +115,41 @@ def _nested(
                 yield from _nested(value, (*words, *key.removesuffix("_config").lower().split("_")))
 
 
+@dataclass(frozen=True)
+class Projection:
+    """The stored matrix of one side: its shape, and the order of what it holds ("" for one projection)."""
+
+    outputs: int
+    inputs: int
+    order: str = ""
+
+    def units(self, n: int, g: int, heads: int) -> int:
+        """How many head sizes make its outputs, with n query heads, g key heads, `heads` of them on this side."""
+        return outputs(self.order, Sizes(n, g, 1)) if self.order else heads
+
+
+def path_words(module: str) -> frozenset[str]:
+    """The words of a module's path: vision_tower.crossAttention -> vision, tower, cross, attention."""
+    return frozenset(re.split(r"[._]", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", module).lower()))
+
+
 def solve(
     options: list[Candidate],
     overrides: Overrides,
     module: str,
-    q: tuple[int, int],  # outputs, inputs
-    k: tuple[int, int],
+    q: Projection,
+    k: Projection,
+    keys: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Geometry | str:
-    """Heads of a pair of projections, or why they are not known."""
-    path = frozenset(re.split(r"[._]", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", module).lower()))
-    numbers = tuple(int(part) for part in module.split(".") if part.isascii() and part.isdigit() and len(part) < 7)
-    pointed = [c for c in options if c.points_to(path) and c.value(_HEADS, numbers)]
+    """Heads of a pair of projections, or why they are not known. `keys` are config keys to read and no others."""
+    path = path_words(module)
+    numbers = tuple(int(part) for part in module.split(".") if is_number(part))
+    named = {**KEYS, **(keys or {})}
     # a word of the path that names a sub-config rules the others out; of several, the one with most words counts
+    pointed = [c for c in options if c.points_to(path) and c.value(named["heads"], numbers)]
     fitting: dict[Geometry, int] = {}
     for candidate in pointed or options:
-        geometry = _fit(candidate, overrides, numbers, q, k)
+        geometry = _fit(candidate, overrides, numbers, q, k, named)
         if geometry is not None:
             hits = sum(bool(_SYNONYMS.get(w, frozenset({w})) & path) for w in candidate.words)
             fitting[geometry] = max(fitting.get(geometry, 0), hits)
@@ -119,20 +163,29 @@ def solve(
 
 
 def _fit(
-    candidate: Candidate, overrides: Overrides, numbers: tuple[int, ...], q: tuple[int, int], k: tuple[int, int]
+    candidate: Candidate,
+    overrides: Overrides,
+    numbers: tuple[int, ...],
+    q: Projection,
+    k: Projection,
+    keys: Mapping[str, tuple[str, ...]],
 ) -> Geometry | None:
-    (q_out, q_in), (k_out, _) = q, k
-    n = overrides.heads or candidate.value(_HEADS, numbers)
-    if n is None or q_out % n:
+    n = overrides.heads or candidate.value(keys["heads"], numbers)
+    if n is None:
         return None
-    g = overrides.kv_heads or candidate.value(_KV_HEADS, numbers) or n
-    d = overrides.head_dim or candidate.value(_HEAD_DIM, numbers)
+    g = overrides.kv_heads or candidate.value(keys["kv_heads"], numbers) or n
+    d = overrides.head_dim or candidate.value(keys["head_dim"], numbers)
     widths = candidate.widths()
-    if widths and q_in not in widths and overrides.heads is None:
+    if n % g or (widths and q.inputs not in widths and overrides.heads is None):
         return None
-    if d is None and q_out != q_in:  # heads that do not fill the width need a head size that says so
+    try:
+        q_units, k_units = q.units(n, g, n), k.units(n, g, g)
+    except LayoutError:  # heads that this order cannot hold
         return None
-    d = d or q_out // n
-    if n * d != q_out or n % g or g * d != k_out:
+    if d is None:  # heads fill the width of the model; if they do not, a head size must say so
+        d = q.inputs // n
+        if d == 0 or (q.inputs % n and overrides.heads is None):
+            return None
+    if q_units * d != q.outputs or k_units * d != k.outputs:
         return None
     return Geometry(n, g, d)
