@@ -88,9 +88,16 @@ class Options:
             return self.offset or (None,)
         return (self.offset,)
 
-    def changes(self, offset: int | None = None) -> Changes:
-        """What is done to the form of every layer, at one of the distances."""
-        return Changes(self.fold_norm, self.bias, self.qk_norm, offset)
+    @property
+    def distance(self) -> int | None:
+        """The distance of options that have one, or none."""
+        (distance,) = self.offsets
+        return distance
+
+    @property
+    def changes(self) -> Changes:
+        """What is done to the form of every layer."""
+        return Changes(self.fold_norm, self.bias, self.qk_norm, self.distance)
 
 
 def layers(
@@ -182,17 +189,17 @@ def _scanned(source: Source, options: Options, progress: Progress | None) -> lis
     begin = time.perf_counter()
     checkpoint = _open(source, options)
     layout = _layout(checkpoint, options)
-    every = [options.changes(offset) for offset in options.offsets]
-    for changes in every:
-        check(layout.layers, changes)
-    needs = [(*layer.needs(), *extra_needs(layer, every[0])) for layer in layout.layers]
+    every = [replace(options, offset=offset) for offset in options.offsets]
+    for one in every:
+        check(layout.layers, one.changes)
+    needs = [(*layer.needs(), *extra_needs(layer, every[0].changes)) for layer in layout.layers]
     checkpoint.plan([need for of_layer in needs for need in of_layer])
     rows: list[list[Row]] = [[] for _ in every]
     for done, layer in enumerate(_released(layout.layers)):
         if progress is not None:
             progress(checkpoint.source, done, len(layout.layers))
-        for at_distance, changes in zip(rows, every, strict=True):  # the layer keeps what it has read
-            at_distance += layer_rows(layer, options, changes)
+        for at_distance, one in zip(rows, every, strict=True):  # the layer keeps what it has read
+            at_distance += layer_rows(layer, one)
     if progress is not None:
         progress(checkpoint.source, len(layout.layers), len(layout.layers))
     wall_seconds = time.perf_counter() - begin
@@ -203,14 +210,14 @@ def _scanned(source: Source, options: Options, progress: Progress | None) -> lis
             model_type=layout.model_type,
             bytes_read=checkpoint.bytes_read,
             wall_seconds=wall_seconds,
-            conventions=conventions(options, offset),
+            conventions=conventions(one),
             skipped=list(layout.skipped),
             rows=at_distance,
             revision=checkpoint.revision,
             step=step_of(checkpoint.source, options.revision),
-            offset=offset,
+            offset=one.distance,
         )
-        for offset, at_distance in zip(options.offsets, rows, strict=True)
+        for one, at_distance in zip(every, rows, strict=True)
     ]
 
 
@@ -254,19 +261,17 @@ def _layout(checkpoint: Checkpoint, options: Options) -> Layout:
     )
 
 
-def layer_rows(layer: AttentionLayer, options: Options, changes: Changes | None = None) -> list[Row]:
-    """The row of the whole layer, then one per head; `changes` default to those of the options."""
-    if changes is None:
-        changes = options.changes(options.offsets[0])
-    result = changed(layer, changes)
+def layer_rows(layer: AttentionLayer, options: Options) -> list[Row]:
+    """The row of the whole layer, then one per head."""
+    result = changed(layer, options.changes)
     form, base = result.form, result.unextended
     try:
         size = form.n_heads // form.n_kv_heads
         widened = 4 * form.d_head * (form.w_q.shape[1] * size + form.w_k.shape[1])  # bytes for one key head
         part = max(1, AT_ONCE // widened)
-        whole = base.total() if changes.bias else None
+        whole = base.total() if options.bias else None
         rows = _rows(layer, form.total(), options, result.flags, whole, first=None)
-        unextended: Iterable[BilinearForm | None] = base.groups(part) if changes.bias else repeat(None)
+        unextended: Iterable[BilinearForm | None] = base.groups(part) if options.bias else repeat(None)
         for i, (heads, plain) in enumerate(zip(form.groups(part), unextended, strict=False)):
             rows += _rows(layer, heads, options, result.flags, plain, first=i * part * size)
         return rows
@@ -357,11 +362,9 @@ def _undefined(row: Row) -> str | None:
     return None
 
 
-def conventions(options: Options, offset: int | None = None) -> dict[str, Any]:
-    """What was assumed, for the record: formulas, signs, and what is in the form and what is not.
-
-    `offset` is the distance of the rows that the record goes with.
-    """
+def conventions(options: Options) -> dict[str, Any]:
+    """What was assumed, for the record: formulas, signs, and what is in the form and what is not."""
+    offset = options.distance
     form = "W = W_Q W_K^T per head, rows query side, columns key side; a layer is the sum over its heads"
     size = "d_model"
     if options.fold_norm:
@@ -393,7 +396,8 @@ def conventions(options: Options, offset: int | None = None) -> dict[str, Any]:
             "not in the form (relative distance 0)"
             if offset is None
             else f"W_Q R({offset}) W_K^T: a query {abs(offset)} positions "
-            f"{'after' if offset >= 0 else 'before'} its key (i - j), with the model's factor on cosines and sines; layers flagged no_rope do not turn"
+            f"{'after' if offset >= 0 else 'before'} its key (i - j), with the model's factor on cosines and sines; "
+            "layers flagged no_rope do not turn"
         ),
         "qk_norm": (
             "columns of W_Q and W_K times the gains of the norms on queries and keys, the mean taken away where "
