@@ -125,7 +125,7 @@ def layers(
     options = Options(
         heads, kv_heads, head_dim, q, k, transposed, revision=revision, token=token, download=download
     )
-    return _released(_layout(_open(source, options), options).layers)
+    return _released(opened(source, options)[1].layers)
 
 
 def _released(found: Sequence[AttentionLayer]) -> Iterator[AttentionLayer]:
@@ -187,8 +187,7 @@ def scan(
 def _scanned(source: Source, options: Options, progress: Progress | None) -> list[ModelScores]:
     """The scores of a source, once for each distance that was asked for."""
     begin = time.perf_counter()
-    checkpoint = _open(source, options)
-    layout = _layout(checkpoint, options)
+    checkpoint, layout = opened(source, options)
     every = [replace(options, offset=offset) for offset in options.offsets]
     for one in every:
         check(layout.layers, one.changes)
@@ -219,6 +218,12 @@ def _scanned(source: Source, options: Options, progress: Progress | None) -> lis
         )
         for one, at_distance in zip(every, rows, strict=True)
     ]
+
+
+def opened(source: Source, options: Options) -> tuple[Checkpoint, Layout]:
+    """A source as its checkpoint and the layers that were found in it; nothing but headers is read."""
+    checkpoint = _open(source, options)
+    return checkpoint, _layout(checkpoint, options)
 
 
 def step_of(source: str, revision: str | None = None) -> int | None:
@@ -267,8 +272,7 @@ def layer_rows(layer: AttentionLayer, options: Options) -> list[Row]:
     form, base = result.form, result.unextended
     try:
         size = form.n_heads // form.n_kv_heads
-        widened = 4 * form.d_head * (form.w_q.shape[1] * size + form.w_k.shape[1])  # bytes for one key head
-        part = max(1, AT_ONCE // widened)
+        part = at_once(form)
         whole = base.total() if options.bias else None
         rows = _rows(layer, form.total(), options, result.flags, whole, first=None)
         unextended: Iterable[BilinearForm | None] = base.groups(part) if options.bias else repeat(None)
@@ -277,6 +281,15 @@ def layer_rows(layer: AttentionLayer, options: Options) -> list[Row]:
         return rows
     except QKFormError as error:
         raise type(error)(f"{layer.module}: {error}") from None
+
+
+def at_once(form: BilinearForm, itemsize: int = 4) -> int:
+    """How many key heads, each with the query heads that read it, are scored together."""
+    size = form.n_heads // form.n_kv_heads
+    widened = (
+        itemsize * form.d_head * (form.w_q.shape[1] * size + form.w_k.shape[1])
+    )  # bytes for one key head
+    return max(1, AT_ONCE // widened)
 
 
 def _rows(
