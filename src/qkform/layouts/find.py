@@ -19,10 +19,12 @@ from qkform.layouts.manual import QUERY, Manual, candidates
 from qkform.layouts.match import MAX_NAME, HasShape, Place, modules_of, place, places
 from qkform.layouts.naming import is_cross, pairs
 from qkform.layouts.order import WHOLE
+from qkform.layouts.rotary import positions, qk_norm_kind
 from qkform.layouts.rules import Family, Note, Rule, bias_of
 from qkform.layouts.scopes import Candidate as ConfigPart
 from qkform.layouts.scopes import Projection, solve
 from qkform.layouts.scopes import candidates as config_parts
+from qkform.layouts.transform import QKNorms
 
 # what models call the norms on queries and keys, inside the attention module
 QK_NORMS = (
@@ -220,8 +222,7 @@ class _Finder:
             )
         layer, shared_by = self._sharing(rule, scope, at.layer)
         norm, norm_kind = self._norm(rule, scope, at)
-        norms = tuple(f"{module}{dot}{n}" for n in rule.qk_norm)
-        normed = not self.paths.isdisjoint(norms)
+        qk_norms = self._qk_norms(rule, scope, f"{module}{dot}", size)
         q_part, k_part = rule.q_part, rule.k_part
         q_bias, k_bias = (
             self._bias(rule, module, n, shape[0]) for n, shape in ((q_name, q_shape), (k_name, k_shape))
@@ -240,13 +241,33 @@ class _Finder:
             n_kv_heads=size.n_kv_heads,
             d_model=q_shape[1],
             d_head=size.d_head,
-            flags=("qk_norm",) if normed else (),
+            flags=("qk_norm",) if qk_norms else (),
             norm=norm,
             norm_kind=norm_kind,
             q=Stored(q_name, q_bias, q_part, rule.transposed, bias_parts[0]),
             k=Stored(k_name, k_bias, k_part, rule.transposed, bias_parts[1]),
             read=self.read,
+            norm_bias=f"{norm}.bias" if norm and f"{norm}.bias" in self.tensors else None,
+            qk_norms=qk_norms,
+            positions=positions(rule.family, self.arch, scope.config, scope.where, at.layer, self.tensors),
         )
+
+    def _qk_norms(self, rule: Rule, scope: Scope, prefix: str, size: Geometry) -> QKNorms | None:
+        """The norms on queries and keys that the checkpoint holds: one for all heads, or one for each."""
+
+        def named(norm: str, heads: int, what: str) -> tuple[str, ...]:
+            each = (f"{prefix}{norm}.norms.{head}.{what}" for head in range(heads))
+            return tuple(n for n in (f"{prefix}{norm}.{what}", *each) if n in self.tensors)
+
+        sides = [*zip(rule.qk_norm, (size.n_heads, size.n_kv_heads), strict=False)]
+        q, k, *_ = *(named(norm, heads, "weight") for norm, heads in sides), (), ()
+        biases = tuple(name for norm, heads in sides for name in named(norm, heads, "bias"))
+        if not (q or k or biases):
+            starts = tuple(f"{prefix}{norm}." for norm in rule.qk_norm)
+            if not starts or not any(name.startswith(starts) for name in self.tensors):
+                return None
+        kinds = positions(rule.family, self.arch, scope.config, scope.where, 0, {}).kinds
+        return QKNorms(q, k, qk_norm_kind(kinds), biases)
 
     def _bias(self, rule: Rule, module: str, weight: str, outputs: int) -> str | None:
         name = f"{module}.{rule.bias}".removeprefix(".") if rule.bias else bias_of(weight)
