@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -19,7 +19,10 @@ from qkform.form import BilinearForm
 from qkform.layouts import AttentionLayer, Layout, Manual, Overrides, find_layers
 from qkform.records import ModelScores, Row, ScoreTable
 
-Source = str | os.PathLike[str]
+if TYPE_CHECKING:
+    from qkform.sites import LiveModel
+
+Source = Any  # str or os.PathLike: a file, a folder, a hub id, sample:NAME; anything else: a live model
 Progress = Callable[[str, int, int], None]  # (source, layers done, layers in all)
 
 SIGNATURE_SIZE = 2048  # a whole layer's signature takes about a second at this size, and grows with its cube
@@ -156,6 +159,7 @@ def scan(
 def _scanned(source: Source, options: Options, progress: Progress | None) -> ModelScores:
     begin = time.perf_counter()
     checkpoint = _open(source, options)
+    live = checkpoint.format == "live"  # where it came from says nothing about how far it has been trained since
     layout = _layout(checkpoint, options)
     checkpoint.plan([need for layer in layout.layers for need in layer.needs()])
     rows: list[Row] = []
@@ -175,7 +179,7 @@ def _scanned(source: Source, options: Options, progress: Progress | None) -> Mod
         skipped=list(layout.skipped),
         rows=rows,
         revision=checkpoint.revision,
-        step=step_of(checkpoint.source, options.revision),
+        step=None if live else step_of(checkpoint.source, options.revision),
         offset=options.offset,
     )
 
@@ -189,12 +193,13 @@ def step_of(source: str, revision: str | None = None) -> int | None:
     return None
 
 
-def _open(source: Source, options: Options) -> Checkpoint:
+def _open(source: Source, options: Options) -> Checkpoint | LiveModel:
     if not isinstance(source, (str, os.PathLike)):
-        raise SourceError(
-            f"a source is a path, a hub id or sample:NAME, not a {type(source).__name__}; for weights in memory use "
-            "qkform.BilinearForm(w_q, w_k), or save the model and scan the folder"
-        )
+        from qkform.sites import open_live
+
+        if options.revision is not None:
+            raise SourceError(f"a {type(source).__name__} in memory has no revisions; leave out revision")
+        return open_live(source)
     name = os.fspath(source)
     if not name:
         raise SourceError("the source is empty; name a file, a folder, a hub id or sample:minilm")
@@ -208,15 +213,19 @@ def _open(source: Source, options: Options) -> Checkpoint:
         raise SourceError(f"cannot find {name[:200]!r}: {error}") from None
 
 
-def _layout(checkpoint: Checkpoint, options: Options) -> Layout:
+def _layout(checkpoint: Checkpoint | LiveModel, options: Options) -> Layout:
+    overrides = Overrides(options.heads, options.kv_heads, options.head_dim)
+    manual = Manual(options.q, options.k, options.transposed)
+    if checkpoint.format == "live":
+        return cast("LiveModel", checkpoint).find(overrides, manual)
     return find_layers(
         checkpoint.tensors,
         checkpoint.config,
         checkpoint.read,
         source=checkpoint.source,
         config_name=str(checkpoint.config_path) if checkpoint.config_path else None,
-        overrides=Overrides(options.heads, options.kv_heads, options.head_dim),
-        manual=Manual(options.q, options.k, options.transposed),
+        overrides=overrides,
+        manual=manual,
     )
 
 
