@@ -22,9 +22,11 @@ ARROWS = {
     "checkpoints": {"errors"},
     "layouts": {"form", "errors"},
     "samples": {"checkpoints", "errors", "cache"},
-    "scanner": {"errors", "records", "form", "checkpoints", "layouts", "samples"},
+    "scanner": {"errors", "records", "form", "checkpoints", "layouts", "samples", "sites"},
+    "sites": {"layouts", "form", "errors"},
     "report": {"records", "differences", "errors", "cache"},
-    "cli": {"errors", "records", "scanner", "report", "samples", "cache"},
+    "differ": {"differences", "errors", "form", "layouts", "records", "scanner"},
+    "cli": {"errors", "records", "scanner", "differ", "report", "samples", "cache"},
     "__main__": {"cli"},
     "__init__": {"errors", "form", "layouts", "records", "report", "scanner"},
 }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -21,7 +21,10 @@ from qkform.layouts import AttentionLayer, Layout, Manual, Overrides, find_layer
 from qkform.layouts.transform import Changes, changed, check, extra_needs
 from qkform.records import ModelScores, Row, ScoreTable
 
-Source = str | os.PathLike[str]
+if TYPE_CHECKING:
+    from qkform.sites import LiveModel
+
+Source = Any  # str or os.PathLike: a file, a folder, a hub id, sample:NAME; anything else: a live model
 Progress = Callable[[str, int, int], None]  # (source, layers done, layers in all)
 
 SIGNATURE_SIZE = 2048  # a whole layer's signature takes about a second at this size, and grows with its cube
@@ -188,6 +191,9 @@ def _scanned(source: Source, options: Options, progress: Progress | None) -> lis
     """The scores of a source, once for each distance that was asked for."""
     begin = time.perf_counter()
     checkpoint, layout = opened(source, options)
+    live = (
+        checkpoint.format == "live"
+    )  # where it came from says nothing about how far it has been trained since
     every = [replace(options, offset=offset) for offset in options.offsets]
     for one in every:
         check(layout.layers, one.changes)
@@ -213,14 +219,14 @@ def _scanned(source: Source, options: Options, progress: Progress | None) -> lis
             skipped=list(layout.skipped),
             rows=at_distance,
             revision=checkpoint.revision,
-            step=step_of(checkpoint.source, options.revision),
+            step=None if live else step_of(checkpoint.source, options.revision),
             offset=one.distance,
         )
         for one, at_distance in zip(every, rows, strict=True)
     ]
 
 
-def opened(source: Source, options: Options) -> tuple[Checkpoint, Layout]:
+def opened(source: Source, options: Options) -> tuple[Checkpoint | LiveModel, Layout]:
     """A source as its checkpoint and the layers that were found in it; nothing but headers is read."""
     checkpoint = _open(source, options)
     return checkpoint, _layout(checkpoint, options)
@@ -235,12 +241,13 @@ def step_of(source: str, revision: str | None = None) -> int | None:
     return None
 
 
-def _open(source: Source, options: Options) -> Checkpoint:
+def _open(source: Source, options: Options) -> Checkpoint | LiveModel:
     if not isinstance(source, (str, os.PathLike)):
-        raise SourceError(
-            f"a source is a path, a hub id or sample:NAME, not a {type(source).__name__}; for weights in memory use "
-            "qkform.BilinearForm(w_q, w_k), or save the model and scan the folder"
-        )
+        from qkform.sites import open_live
+
+        if options.revision is not None:
+            raise SourceError(f"a {type(source).__name__} in memory has no revisions; leave out revision")
+        return open_live(source)
     name = os.fspath(source)
     if not name:
         raise SourceError("the source is empty; name a file, a folder, a hub id or sample:minilm")
@@ -254,15 +261,19 @@ def _open(source: Source, options: Options) -> Checkpoint:
         raise SourceError(f"cannot find {name[:200]!r}: {error}") from None
 
 
-def _layout(checkpoint: Checkpoint, options: Options) -> Layout:
+def _layout(checkpoint: Checkpoint | LiveModel, options: Options) -> Layout:
+    overrides = Overrides(options.heads, options.kv_heads, options.head_dim)
+    manual = Manual(options.q, options.k, options.transposed)
+    if checkpoint.format == "live":
+        return cast("LiveModel", checkpoint).find(overrides, manual)
     return find_layers(
         checkpoint.tensors,
         checkpoint.config,
         checkpoint.read,
         source=checkpoint.source,
         config_name=str(checkpoint.config_path) if checkpoint.config_path else None,
-        overrides=Overrides(options.heads, options.kv_heads, options.head_dim),
-        manual=Manual(options.q, options.k, options.transposed),
+        overrides=overrides,
+        manual=manual,
     )
 
 
