@@ -75,7 +75,8 @@ def _without_parametrizations(checkpoint: Checkpoint) -> Checkpoint:
         if found is not None:
             rest = found["rest"]
             groups.setdefault(found["path"] + found["name"], {})[_ORIGINALS.get(rest, rest)] = name
-    made, hidden = {}, []
+    made: dict[str, Made] = {}
+    hidden: list[str] = []
     for target, parts in groups.items():
         if target in checkpoint.tensors or set(parts) in ({"g"}, {"v"}):
             continue

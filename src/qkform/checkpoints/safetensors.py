@@ -129,7 +129,7 @@ def read_header(path: Path, reader: ByteReader) -> dict[str, TensorInfo]:
 
 
 def read_index(path: Path, reader: ByteReader) -> dict[str, Path]:
-    """Where each tensor is, from a .safetensors.index.json or .bin.index.json; every shard it names must be in the same folder."""
+    """Where each tensor is, from an index.json; every shard it names must be in the same folder."""
     index = read_json(path, reader)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
