@@ -14,10 +14,12 @@ from typing import Any
 from numpy.typing import NDArray
 
 from qkform.checkpoints.base import (
+    CODES,
     FLOATS,
     ByteReader,
     Local,
     TensorInfo,
+    as_codes,
     as_floats,
     opening,
     parse_json,
@@ -74,6 +76,13 @@ class SafetensorsCheckpoint(Local):
             )
         return as_floats(self._reader.read(info.file, info.offset, info.nbytes), info)
 
+    def stored(self, name: str, rows: int | None = None) -> NDArray[Any]:
+        """The tensor, or its first rows, as it is stored: codes and scales too."""
+        info = self.tensors[name].head(rows)
+        if info.dtype not in FLOATS and info.dtype not in CODES:
+            raise CheckpointError(f"tensor {name!r} in {info.file} is stored as {info.dtype}, which is not read")
+        return as_codes(self._reader.read(info.file, info.offset, info.nbytes), info)
+
 
 def read_header(path: Path, reader: ByteReader) -> dict[str, TensorInfo]:
     """Names, types, shapes and places of every tensor in one file; CheckpointError where the file is not sound."""
@@ -120,7 +129,7 @@ def read_header(path: Path, reader: ByteReader) -> dict[str, TensorInfo]:
 
 
 def read_index(path: Path, reader: ByteReader) -> dict[str, Path]:
-    """Where each tensor is, from a .safetensors.index.json; every shard it names must be in the same folder."""
+    """Where each tensor is, from an index.json; every shard it names must be in the same folder."""
     index = read_json(path, reader)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
