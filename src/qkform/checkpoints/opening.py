@@ -11,7 +11,7 @@ from qkform.checkpoints.safetensors import SafetensorsCheckpoint, read_index
 from qkform.errors import CheckpointError, SourceError
 
 INDEX_SUFFIX = ".safetensors.index.json"
-_UNREAD = (".bin", ".pt", ".pth", ".onnx", ".npz", ".h5", ".msgpack", ".ckpt")
+_UNREAD = (".bin", ".pt", ".pth", ".npz", ".h5", ".msgpack", ".ckpt")
 
 
 def open_checkpoint(path: Path, source: str | None = None) -> Checkpoint:
@@ -52,6 +52,8 @@ def _open_file(path: Path, source: str) -> Checkpoint:
         return _open_gguf(path, source, reader)
     if path.suffix.lower() == ".json":
         raise SourceError(f"{source} is a JSON file, not weights; scan the folder it lies in: {path.parent}")
+    if path.suffix.lower() == ".onnx":
+        return _open_onnx(path, source, reader)
     if path.suffix.lower() in _UNREAD:
         raise SourceError(
             f"{source} is a {path.suffix} file, which is not read yet; save the model as safetensors "
@@ -128,6 +130,15 @@ def _open_gguf(path: Path, source: str, reader: ByteReader) -> Checkpoint:
     from qkform.checkpoints.gguf import GGUFCheckpoint
 
     return GGUFCheckpoint(source, path, reader)
+
+
+def _open_onnx(path: Path, source: str, reader: ByteReader) -> Checkpoint:
+    from qkform.checkpoints.onnx import OnnxCheckpoint
+
+    config, config_path = _config_beside(path.parent, reader)
+    if config is None and path.parent.absolute().name == "onnx":
+        config, config_path = _config_beside(path.parent.absolute().parent, reader)
+    return OnnxCheckpoint(source, path, reader, config, config_path)
 
 
 def _config_beside(folder: Path, reader: ByteReader) -> tuple[Mapping[str, Any] | None, Path | None]:
