@@ -80,7 +80,9 @@ class SafetensorsCheckpoint(Local):
         """The tensor, or its first rows, as it is stored: codes and scales too."""
         info = self.tensors[name].head(rows)
         if info.dtype not in FLOATS and info.dtype not in CODES:
-            raise CheckpointError(f"tensor {name!r} in {info.file} is stored as {info.dtype}, which is not read")
+            raise CheckpointError(
+                f"tensor {name!r} in {info.file} is stored as {info.dtype}, which is not read"
+            )
         return as_codes(self._reader.read(info.file, info.offset, info.nbytes), info)
 
 
