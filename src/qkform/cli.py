@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -35,6 +36,7 @@ app = App(
 _unknown = Group(
     "Layouts that are not known", help="Heads outrank the config; names take {layer}.", sort_key=2
 )
+_hub = Group("Hub ids", help="org/name, hf://org/name[@revision][/path], or the address of a model.", sort_key=3)
 _scores = Group("Scores", sort_key=1)
 
 
@@ -53,6 +55,9 @@ def scan(
     q: Annotated[str | None, Parameter(name="--q", group=_unknown)] = None,
     k: Annotated[str | None, Parameter(name="--k", group=_unknown)] = None,
     transposed: Annotated[bool, Parameter(group=_unknown, negative="")] = False,
+    revision: Annotated[str | None, Parameter(group=_hub)] = None,
+    token: Annotated[str | None, Parameter(group=_hub)] = None,
+    download: Annotated[bool, Parameter(group=_hub, negative="")] = False,
 ) -> int:
     """Score every layer and head of one or more checkpoints.
 
@@ -61,7 +66,8 @@ def scan(
     Parameters
     ----------
     sources
-        A .safetensors or .gguf file, a folder that holds a model, or sample:NAME (see `qkform samples`).
+        A .safetensors or .gguf file, a folder that holds a model, a hub id (org/name),
+        or sample:NAME (see `qkform samples`).
     format
         What goes to stdout: a table to read, one JSON document, or CSV rows.
     out
@@ -87,12 +93,20 @@ def scan(
         Name of the key weights.
     transposed
         The weights of --q and --k are stored (in, out), not (out, in).
+    revision
+        Branch, tag or commit; several, separated by commas, are scanned one after the other.
+    token
+        Access token for private and gated models; better: `hf auth login`, or HF_TOKEN in the environment.
+    download
+        Fetch whole files into the hub cache where a model cannot be read in parts (no safetensors).
     """
     from qkform.scanner import Options
 
     if not sources:
         return _fail("name at least one source, for example: qkform scan sample:minilm")
-    options = Options(heads, kv_heads, head_dim, q, k, transposed, gamma, signature)
+    options = Options(
+        heads, kv_heads, head_dim, q, k, transposed, gamma, signature, revision, token, download
+    )
     _check_targets(sources, out, html)
     table, faults = _scan_all(sources, options, quiet=quiet)
     if table.models:  # files first: a reader that closes our stdout does not cost them
@@ -184,11 +198,12 @@ def _scan_all(sources: Sequence[str], options: Options, *, quiet: bool) -> tuple
 
     tables, faults = [], 0
     with _progress(quiet) as progress:
-        for source in sources:
+        revisions: list[str | None] = [r for r in (options.revision or "").split(",") if r]
+        for source, revision in product(sources, revisions or [None]):
             try:
                 if source.startswith("sample:"):
                     store.fetch(source.removeprefix("sample:"), on_progress=None if quiet else _say)
-                tables.append(scan_one(source, progress=progress, **asdict(options)))
+                tables.append(scan_one(source, progress=progress, **asdict(options) | {"revision": revision}))
                 continue
             except QKFormError as error:
                 message = str(error)
