@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -35,6 +36,9 @@ app = App(
 )
 _unknown = Group(
     "Layouts that are not known", help="Heads outrank the config; names take {layer}.", sort_key=2
+)
+_hub = Group(
+    "Hub ids", help="org/name, hf://org/name[@revision][/path], or the address of a model.", sort_key=3
 )
 _scores = Group("Scores", sort_key=1)
 _form = Group("Another form", help="Change the form that is scored; the result says so.", sort_key=1)
@@ -59,6 +63,9 @@ def scan(
     bias: Annotated[bool, Parameter(group=_form, negative="")] = False,
     qk_norm: Annotated[bool, Parameter(group=_form, negative="")] = False,
     offset: Annotated[str | None, Parameter(group=_form, allow_leading_hyphen=True)] = None,
+    revision: Annotated[str | None, Parameter(group=_hub)] = None,
+    token: Annotated[str | None, Parameter(group=_hub)] = None,
+    download: Annotated[bool, Parameter(group=_hub, negative="")] = False,
 ) -> int:
     """Score every layer and head of one or more checkpoints.
 
@@ -67,7 +74,8 @@ def scan(
     Parameters
     ----------
     sources
-        A .safetensors or .gguf file, a folder that holds a model, or sample:NAME (see `qkform samples`).
+        A .safetensors or .gguf file, a folder that holds a model, a hub id (org/name),
+        or sample:NAME (see `qkform samples`).
     format
         What goes to stdout: a table to read, one JSON document, or CSV rows.
     out
@@ -102,6 +110,12 @@ def scan(
     offset
         Rotary models: score W_Q R(N) W_K^T, of a query N positions after its key. Several, as 0,1,2,4, are
         scored one by one; every layer is read once.
+    revision
+        Branch, tag or commit; several, separated by commas, are scanned one after the other.
+    token
+        Access token for private and gated models; better: `hf auth login`, or HF_TOKEN in the environment.
+    download
+        Fetch whole files into the hub cache where a model cannot be read in parts (no safetensors).
     """
     from qkform.scanner import Options
 
@@ -116,10 +130,13 @@ def scan(
         transposed,
         gamma,
         signature,
-        fold_norm=fold_norm,
-        bias=bias,
-        qk_norm=qk_norm,
-        offset=_distances(offset),
+        revision,
+        token,
+        download,
+        fold_norm,
+        bias,
+        qk_norm,
+        _distances(offset),
     )
     _check_targets(sources, out, html)
     table, faults = _scan_all(sources, options, quiet=quiet)
@@ -212,11 +229,12 @@ def _scan_all(sources: Sequence[str], options: Options, *, quiet: bool) -> tuple
 
     tables, faults = [], 0
     with _progress(quiet) as progress:
-        for source in sources:
+        revisions: list[str | None] = [r for r in (options.revision or "").split(",") if r]
+        for source, revision in product(sources, revisions or [None]):
             try:
                 if source.startswith("sample:"):
                     store.fetch(source.removeprefix("sample:"), on_progress=None if quiet else _say)
-                tables.append(scan_one(source, progress=progress, **asdict(options)))
+                tables.append(scan_one(source, progress=progress, **asdict(options) | {"revision": revision}))
                 continue
             except QKFormError as error:
                 message = str(error)

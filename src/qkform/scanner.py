@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -61,7 +61,7 @@ class Options:
     gamma: float = 2.0
     signature: Literal["auto", "all", "none"] = "auto"
     revision: str | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     download: bool = False
     fold_norm: bool = False
     bias: bool = False
@@ -255,6 +255,15 @@ def _open(source: Source, options: Options) -> Checkpoint | LiveModel:
         from qkform import samples
 
         return open_checkpoint(samples.fetch(name.removeprefix("sample:")), source=name)
+    from qkform.checkpoints.hub_names import hub_name
+
+    hub = hub_name(name)
+    if hub is not None and (hub.explicit or not os.path.lexists(name)):
+        from qkform.checkpoints.hub import open_hub
+
+        return open_hub(
+            name, revision=options.revision, token=options.token, download=options.download, source=name
+        )
     try:
         return open_checkpoint(Path(name).expanduser(), source=name)
     except RuntimeError as error:  # no such user, or no home
