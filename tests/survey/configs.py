@@ -12,7 +12,10 @@ WIDTH, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 4, 2, 16, 3
 
 # The first pattern that fits the whole key decides. A callable gets the old value.
 RULES: tuple[tuple[str, Any], ...] = (
-    (r"(num_hidden_layers|n_layers?|num_layers|encoder_layers|decoder_layers|num_(en|de)coder_layers|depth)", LAYERS),
+    (
+        r"(num_hidden_layers|n_layers?|num_layers|encoder_layers|decoder_layers|num_(en|de)coder_layers|depth)",
+        LAYERS,
+    ),
     (r"(num_hidden_blocks|num_blocks|layers|resampler_depth|n_blocks|decoder_num_hidden_layers)", 2),
     (r"(vocab_size|.*_vocab_size(_base)?|n_vocab|vocabulary_size)", VOCABULARY),
     (r"type_vocab_size", lambda v: v),
@@ -23,21 +26,39 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"(qk_rope_head_dim)", 6),
     (r"(head_dim|.*_head_dim|attention_head_dim|d_kv|kv_channels|head_size)", HEAD_DIM),
     (r"(kv_lora_rank|q_lora_rank|.*lora_rank)", 12),
-    (r"(hidden_size|d_model|n_embd|dim|hidden_dim|embed_dim|.*_hidden_size|.*_embed_dim|.*embedding_size)", WIDTH),
-    (r"(intermediate_size|.*intermediate_size|.*ffn_dim|d_ff|n_inner|.*mlp_dim|ffn_hidden_size|.*feedforward.*)", 40),
+    (
+        r"(hidden_size|d_model|n_embd|dim|hidden_dim|embed_dim|.*_hidden_size|.*_embed_dim|.*embedding_size)",
+        WIDTH,
+    ),
+    (
+        r"(intermediate_size|.*intermediate_size|.*ffn_dim|d_ff|n_inner|.*mlp_dim|ffn_hidden_size|.*feedforward.*)",
+        40,
+    ),
     (r"(num_experts_per_tok|moe_topk|num_experts_per_token|moe_k|top_k_experts)", 2),
     (r"(num_experts|n_routed_experts|num_local_experts|moe_num_experts|n_experts|.*num_experts)", 4),
     (r"(n_group|topk_group)", 1),
     (r"(first_k_dense_replace|moe_layer_start_index)", 1),
     (r"image_size", 64),
     (r"patch_size", lambda v: min(v, 16) if v != 14 else 16),
-    (r"(num_channels|in_channels|in_chans|audio_channels|spatial_merge_size|temporal_patch_size)", lambda v: v),
-    (r"(max_position_embeddings|n_positions|max_2d_position_embeddings|n_ctx|max_seq_len|max_seq_length)", 128),
+    (
+        r"(num_channels|in_channels|in_chans|audio_channels|spatial_merge_size|temporal_patch_size)",
+        lambda v: v,
+    ),
+    (
+        r"(max_position_embeddings|n_positions|max_2d_position_embeddings|n_ctx|max_seq_len|max_seq_length)",
+        128,
+    ),
     (r"max_(source|target)_positions", 128),
     (r"depths", lambda v: [2] * len(v)),
     (r".*(codebook_size|num_embeddings)", 16),
-    (r"(projection_dim|.*_dim|.*width|.*hidden_dim|.*channels|.*features_?size)", lambda v: WIDTH if v >= 64 else v),
-    (r".*(size)", lambda v: WIDTH if v in (256, 512, 640, 768, 1024, 1152, 1280, 1408, 1536, 2048, 3584, 4096) else v),
+    (
+        r"(projection_dim|.*_dim|.*width|.*hidden_dim|.*channels|.*features_?size)",
+        lambda v: WIDTH if v >= 64 else v,
+    ),
+    (
+        r".*(size)",
+        lambda v: WIDTH if v in (256, 512, 640, 768, 1024, 1152, 1280, 1408, 1536, 2048, 3584, 4096) else v,
+    ),
 )
 KEPT = {"transformers_version", "id2label", "label2id", "torch_dtype", "dtype", "architectures"}
 
@@ -80,9 +101,7 @@ def shrunk(values: Mapping[str, Any], model_type: str, specials: _Specials) -> d
             continue
         if key == "per_layer_config" and isinstance(value, dict):
             places = {old: new for new, old in enumerate(chosen)}
-            out[key] = {
-                places[int(i)]: shrunk(v, "", specials) for i, v in value.items() if int(i) in places
-            }
+            out[key] = {places[int(i)]: shrunk(v, "", specials) for i, v in value.items() if int(i) in places}
             continue
         out[key] = settings.get(key, _small(key, value, layers, chosen, specials))
     for key in LAYER_KEYS:

@@ -436,9 +436,7 @@ def multi_head(
 ) -> Any:
     """What torch's multi_head_attention_forward does, (T, B, d) in and out, in steps that can be watched."""
     weights = (
-        (q_proj_weight, k_proj_weight, v_proj_weight)
-        if use_separate_proj_weight
-        else in_proj_weight.chunk(3)
+        (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight.chunk(3)
     )
     biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
     flat = query.ndim == 2

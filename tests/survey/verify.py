@@ -22,7 +22,12 @@ from tests.survey.trace import NormCall, Trace
 
 Array = np.ndarray[Any, Any]
 
-VERIFIED, SCANNED, NO_SOFTMAX, NOT_YET = "verified", "scanned, not verifiable", "no softmax attention", "not yet"
+VERIFIED, SCANNED, NO_SOFTMAX, NOT_YET = (
+    "verified",
+    "scanned, not verifiable",
+    "no softmax attention",
+    "not yet",
+)
 
 
 @dataclass
@@ -41,7 +46,9 @@ class Result:
     components: list[dict[str, Any]] = field(default_factory=list)
     not_found: list[dict[str, Any]] = field(default_factory=list)  # seen in the model, unknown to qkform
     not_seen: list[str] = field(default_factory=list)  # known to qkform, not reached
-    not_read: list[dict[str, Any]] = field(default_factory=list)  # softmaxes whose operands have no plain source
+    not_read: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # softmaxes whose operands have no plain source
     skipped: list[dict[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -77,7 +84,8 @@ def _examine(result: Result) -> None:
         tensors = open_checkpoint(Path(folder))
         places = _Places({n: np.asarray(tensors.read(n)) for n in tensors.tensors})
         result.not_read = [
-            {"module": f.module, "reason": f.reason, "q": f.parameters[0], "k": f.parameters[1]} for f in failures
+            {"module": f.module, "reason": f.reason, "q": f.parameters[0], "k": f.parameters[1]}
+            for f in failures
         ]
         layers: list[AttentionLayer] = []
         try:
@@ -136,7 +144,9 @@ def _run(part: Any, errors: list[str], path: str) -> attentions.Reading | None:
             with torch.no_grad():
                 call()
         except Exception as error:
-            errors.append(f"{path or 'model'}({', '.join(inputs)}): {type(error).__name__}: {str(error)[:150]}")
+            errors.append(
+                f"{path or 'model'}({', '.join(inputs)}): {type(error).__name__}: {str(error)[:150]}"
+            )
             continue
         return attentions.read(part, call)
     return None
@@ -172,9 +182,17 @@ def compare(
     for true, calls in left.values():
         a = calls[0]
         result.not_found.append(
-            {"module": a.module, "attention": a.attention, "mask": a.mask, "heads": a.matrix.shape[0],
-             "kv_heads": len(a.k.rows), "qk_norm": a.normed, "terms": a.terms,
-             "q": places.describe(a.q), "k": places.describe(a.k)}
+            {
+                "module": a.module,
+                "attention": a.attention,
+                "mask": a.mask,
+                "heads": a.matrix.shape[0],
+                "kv_heads": len(a.k.rows),
+                "qk_norm": a.normed,
+                "terms": a.terms,
+                "q": places.describe(a.q),
+                "k": places.describe(a.k),
+            }
         )
 
 
@@ -233,10 +251,23 @@ def _check(
         else:
             result.unnoticed.append(f"{layer.module}: {mutant}")
     result.components.append(
-        {"component": layer.component, "module": layer.module, "attention": layer.attention, "mask": layer.mask,
-         "q": layer.q.weight, "k": layer.k.weight, "part": layer.q.part, "transposed": layer.q.transposed,
-         "heads": layer.n_heads, "kv_heads": layer.n_kv_heads, "norm": layer.norm, "norm_kind": layer.norm_kind,
-         "flags": list(layer.flags), "terms": calls[0].terms, "offset": calls[0].q.offset or calls[0].k.offset}
+        {
+            "component": layer.component,
+            "module": layer.module,
+            "attention": layer.attention,
+            "mask": layer.mask,
+            "q": layer.q.weight,
+            "k": layer.k.weight,
+            "part": layer.q.part,
+            "transposed": layer.q.transposed,
+            "heads": layer.n_heads,
+            "kv_heads": layer.n_kv_heads,
+            "norm": layer.norm,
+            "norm_kind": layer.norm_kind,
+            "flags": list(layer.flags),
+            "terms": calls[0].terms,
+            "offset": calls[0].q.offset or calls[0].k.offset,
+        }
     )
 
 
@@ -262,14 +293,20 @@ def norm_problem(
     gain = np.asarray(checkpoint.read(name))
     modules = dict(first.model.named_modules())
     made: list[NormCall] = [
-        n for n in first.norms if isinstance(w := getattr(modules[n.module], "weight", None), torch.Tensor)
-        and w.shape == gain.shape and bool(np.array_equal(w.detach().numpy(), gain))
+        n
+        for n in first.norms
+        if isinstance(w := getattr(modules[n.module], "weight", None), torch.Tensor)
+        and w.shape == gain.shape
+        and bool(np.array_equal(w.detach().numpy(), gain))
     ]
     feeding = [n for n in made if _equal(n.y, x)]
     if not feeding:
         return f"the output of {layer.norm} is not what the attention reads"
     norm = modules[feeding[0].module]
-    eps = next((getattr(norm, n) for n in ("eps", "variance_epsilon", "epsilon", "norm_eps") if hasattr(norm, n)), 1e-6)
+    eps = next(
+        (getattr(norm, n) for n in ("eps", "variance_epsilon", "epsilon", "norm_eps") if hasattr(norm, n)),
+        1e-6,
+    )
     given = feeding[0].x.detach().numpy()
     centred = given - given.mean(-1, keepdims=True) if layer.norm_kind == "layer" else given
     expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + (eps or 0.0))
@@ -342,7 +379,11 @@ def classify(
     open_failures = [f for f in failures if not listed(f.module)]
     open_seen = [a for a in result.not_found if not listed(a["module"])]
     if not any(r.softmaxes for r in readings) and not layers:
-        result.status, result.reason, result.step = NO_SOFTMAX, "no product reaches a softmax in its forward", ""
+        result.status, result.reason, result.step = (
+            NO_SOFTMAX,
+            "no product reaches a softmax in its forward",
+            "",
+        )
     elif result.problems or result.unnoticed:
         result.reason = "; ".join([*result.problems, *(f"not noticed: {u}" for u in result.unnoticed)])[:600]
     elif not layers:

@@ -107,7 +107,13 @@ def _code(worker: _Worker) -> int | None:
 
 
 def _lost(worker: _Worker, reason: str) -> dict[str, Any]:
-    return {"model_type": worker.model_type, "status": "not yet", "reason": reason, "step": "run", "lost": True}
+    return {
+        "model_type": worker.model_type,
+        "status": "not yet",
+        "reason": reason,
+        "step": "run",
+        "lost": True,
+    }
 
 
 Progress = Callable[[dict[str, Any]], None]
