@@ -289,7 +289,7 @@ def at_once(form: BilinearForm, itemsize: int = 4) -> int:
     widened = (
         itemsize * form.d_head * (form.w_q.shape[1] * size + form.w_k.shape[1])
     )  # bytes for one key head
-    return max(1, AT_ONCE // widened)
+    return max(1, int(AT_ONCE // widened))
 
 
 def _rows(
