@@ -1,7 +1,8 @@
 """What scanning the largest open models costs: LLaMA-3-70B and 405B shapes in bfloat16, as sparse local shards.
 
 70B: Q and K of all 80 layers are numbers (12 GB). 405B: those of four layers; the other 122 are holes, which are read
-as zeros and come out as rows of nulls with the reason. Run: python benchmarks/large.py [--save FOLDER] [--folder SCRATCH]
+as zeros and come out as rows of nulls with the reason.
+Run: python benchmarks/large.py [--save FOLDER] [--folder SCRATCH]
 Needs 15 GB of disk under SCRATCH.
 """
 
@@ -32,11 +33,11 @@ def main() -> None:
             shape = LLAMA[name]
             cost = peak_of_scan(write(Path(folder) / name, shape), shape.layers)
         result[name] = dict(cost)
-        lines.append(
-            f"LLaMA-3-{name} shape: {cost['file_gb']:.0f} GB in {shape.shards} shards, {cost['read_gb']:.1f} GB read, "
-            f"{cost['seconds']:.0f} s, {cost['seconds_per_layer']:.1f} s per layer, every column; "
-            f"peak {cost['peak_mb']:.0f} MB (promised {PEAK_MB:.0f}); {cost['null_layers']:.0f} of {shape.layers} layers null with a reason"
-        )
+        size = f"{cost['file_gb']:.0f} GB in {shape.shards} shards, {cost['read_gb']:.1f} GB read"
+        taken = f"{cost['seconds']:.0f} s, {cost['seconds_per_layer']:.1f} s per layer, every column"
+        peak = f"peak {cost['peak_mb']:.0f} MB (promised {PEAK_MB:.0f})"
+        null = f"{cost['null_layers']:.0f} of {shape.layers} layers null with a reason"
+        lines.append(f"LLaMA-3-{name} shape: {size}; {taken}; {peak}; {null}")
         print(lines[-1])
         if cost["peak_mb"] > PEAK_MB or cost["null_layers"] != shape.layers - shape.real:
             missed.append(name)

@@ -6,10 +6,10 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -21,7 +21,10 @@ from qkform.layouts import AttentionLayer, Layout, Manual, Overrides, find_layer
 from qkform.layouts.transform import Changes, changed, check, extra_needs
 from qkform.records import ModelScores, Row, ScoreTable
 
-Source = str | os.PathLike[str]
+if TYPE_CHECKING:
+    from qkform.sites import LiveModel
+
+Source = Any  # str or os.PathLike: a file, a folder, a hub id, sample:NAME; anything else: a live model
 Progress = Callable[[str, int, int], None]  # (source, layers done, layers in all)
 
 SIGNATURE_SIZE = 2048  # a whole layer's signature takes about a second at this size, and grows with its cube
@@ -58,7 +61,7 @@ class Options:
     gamma: float = 2.0
     signature: Literal["auto", "all", "none"] = "auto"
     revision: str | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     download: bool = False
     fold_norm: bool = False
     bias: bool = False
@@ -188,6 +191,9 @@ def _scanned(source: Source, options: Options, progress: Progress | None) -> lis
     """The scores of a source, once for each distance that was asked for."""
     begin = time.perf_counter()
     checkpoint, layout = opened(source, options)
+    live = (
+        checkpoint.format == "live"
+    )  # where it came from says nothing about how far it has been trained since
     every = [replace(options, offset=offset) for offset in options.offsets]
     for one in every:
         check(layout.layers, one.changes)
@@ -213,14 +219,14 @@ def _scanned(source: Source, options: Options, progress: Progress | None) -> lis
             skipped=list(layout.skipped),
             rows=at_distance,
             revision=checkpoint.revision,
-            step=step_of(checkpoint.source, options.revision),
+            step=None if live else step_of(checkpoint.source, options.revision),
             offset=one.distance,
         )
         for one, at_distance in zip(every, rows, strict=True)
     ]
 
 
-def opened(source: Source, options: Options) -> tuple[Checkpoint, Layout]:
+def opened(source: Source, options: Options) -> tuple[Checkpoint | LiveModel, Layout]:
     """A source as its checkpoint and the layers that were found in it; nothing but headers is read."""
     checkpoint = _open(source, options)
     return checkpoint, _layout(checkpoint, options)
@@ -235,12 +241,13 @@ def step_of(source: str, revision: str | None = None) -> int | None:
     return None
 
 
-def _open(source: Source, options: Options) -> Checkpoint:
+def _open(source: Source, options: Options) -> Checkpoint | LiveModel:
     if not isinstance(source, (str, os.PathLike)):
-        raise SourceError(
-            f"a source is a path, a hub id or sample:NAME, not a {type(source).__name__}; for weights in memory use "
-            "qkform.BilinearForm(w_q, w_k), or save the model and scan the folder"
-        )
+        from qkform.sites import open_live
+
+        if options.revision is not None:
+            raise SourceError(f"a {type(source).__name__} in memory has no revisions; leave out revision")
+        return open_live(source)
     name = os.fspath(source)
     if not name:
         raise SourceError("the source is empty; name a file, a folder, a hub id or sample:minilm")
@@ -248,21 +255,34 @@ def _open(source: Source, options: Options) -> Checkpoint:
         from qkform import samples
 
         return open_checkpoint(samples.fetch(name.removeprefix("sample:")), source=name)
+    from qkform.checkpoints.hub_names import hub_name
+
+    hub = hub_name(name)
+    if hub is not None and (hub.explicit or not os.path.lexists(name)):
+        from qkform.checkpoints.hub import open_hub
+
+        return open_hub(
+            name, revision=options.revision, token=options.token, download=options.download, source=name
+        )
     try:
         return open_checkpoint(Path(name).expanduser(), source=name)
     except RuntimeError as error:  # no such user, or no home
         raise SourceError(f"cannot find {name[:200]!r}: {error}") from None
 
 
-def _layout(checkpoint: Checkpoint, options: Options) -> Layout:
+def _layout(checkpoint: Checkpoint | LiveModel, options: Options) -> Layout:
+    overrides = Overrides(options.heads, options.kv_heads, options.head_dim)
+    manual = Manual(options.q, options.k, options.transposed)
+    if checkpoint.format == "live":
+        return cast("LiveModel", checkpoint).find(overrides, manual)
     return find_layers(
         checkpoint.tensors,
         checkpoint.config,
         checkpoint.read,
         source=checkpoint.source,
         config_name=str(checkpoint.config_path) if checkpoint.config_path else None,
-        overrides=Overrides(options.heads, options.kv_heads, options.head_dim),
-        manual=Manual(options.q, options.k, options.transposed),
+        overrides=overrides,
+        manual=manual,
     )
 
 
@@ -286,10 +306,8 @@ def layer_rows(layer: AttentionLayer, options: Options) -> list[Row]:
 def at_once(form: BilinearForm, itemsize: int = 4) -> int:
     """How many key heads, each with the query heads that read it, are scored together."""
     size = form.n_heads // form.n_kv_heads
-    widened = (
-        itemsize * form.d_head * (form.w_q.shape[1] * size + form.w_k.shape[1])
-    )  # bytes for one key head
-    return max(1, int(AT_ONCE // widened))
+    inputs = form.d_model * size + int(form.w_k.shape[1])
+    return max(1, AT_ONCE // (itemsize * form.d_head * inputs))
 
 
 def _rows(
