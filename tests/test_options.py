@@ -138,7 +138,7 @@ def built(chosen: truth.Case, folder: Path, *, raw_qk: bool = False, biases: boo
     if not biases:
         truth.without_biases(model)
     for module in model.modules() if raw_qk else ():
-        for name in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
+        for name in ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "q_a_layernorm", "kv_a_layernorm"):
             if isinstance(getattr(module, name, None), torch.nn.Module):
                 setattr(module, name, torch.nn.Identity())
     return model
@@ -159,6 +159,22 @@ LONGROPE = {
     "long_factor": [4.0, 6.0],
     "rope_theta": 300.0,
 }
+DEEPSEEK = truth._case(
+    "deepseek_v3",
+    "DeepseekV3Model",
+    {
+        **{k: v for k, v in truth._ENCODER.items() if "layer" not in k},
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "q_lora_rank": 14,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 5,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 7,
+        "first_k_dense_replace": 2,
+    },
+)
 GEMMA3 = {
     "num_hidden_layers": 3,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -200,6 +216,11 @@ ROTARY = {
     ),
     "qwen3": case("qwen3"),
     "smollm3": case("smollm3", num_hidden_layers=5),
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3, half": replace(DEEPSEEK, settings={**DEEPSEEK.settings, "rope_interleave": False}),
+    "deepseek_v3, yarn": replace(
+        DEEPSEEK, settings={**DEEPSEEK.settings, "rope_parameters": YARN, "max_position_embeddings": 256}
+    ),
     "stablelm": case("stablelm", num_attention_heads=3, num_key_value_heads=3),
     "starcoder2": case("starcoder2"),
     "olmo2": case("olmo2"),
@@ -216,7 +237,17 @@ def test_form_at_a_distance_is_what_the_model_scores_and_mistakes_are_noticed(
 ) -> None:
     chosen, n = ROTARY[name], 5
     model = built(chosen, tmp_path, raw_qk=True, biases=False)
-    layers = list(qk.layers(tmp_path))
+    everything = list(qk.layers(tmp_path))
+    layers = [layer for layer in everything if layer.part is None]
+    parts = [layer for layer in everything if layer.part is not None]
+    assert len(parts) == (4 if name.startswith("deepseek") else 0)
+    for layer in parts:  # the content part stays as it is, and the two make the whole
+        (whole,) = (a for a in layers if a.module == layer.module)
+        (other,) = (a for a in parts if a.module == layer.module and a.part != layer.part)
+        together = layer.form_with(offset=n).matrix() + other.form_with(offset=n).matrix()
+        np.testing.assert_allclose(whole.form_with(offset=n).matrix(), together, rtol=1e-9, atol=1e-12)
+        if layer.part == "nope":
+            np.testing.assert_array_equal(layer.form_with(offset=n).w_q, layer.form.w_q)
     for layer, what in zip(layers, seen(chosen, model, layers, n), strict=True):
         true = scores(what)
         assert off(layer.form_with(offset=n), what.x, true) < NEAR, layer.module
@@ -729,15 +760,14 @@ def test_towers_without_rotation_stand_beside_a_rotary_text_model(tmp_path: Path
             {"rope_parameters": {"a": {}}, "layer_types": []},
             "layer_types has 0 entries and there is a layer 0",
         ),
-        ({"model_type": "mpt"}, "mpt"),
+        ({"model_type": "nobody-knows"}, "how 'nobody-knows' knows positions is not described"),
     ],
 )
 def test_config_that_makes_no_sense_is_one_clear_error(
     config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     folder = llama_folder(tmp_path, **config)
-    if config.get("model_type") != "mpt":
-        assert qk.scan(folder, signature="none").rows  # and nobody asked: the form is read as it is stored
+    assert qk.scan(folder, signature="none").rows  # where nobody asks, the form is read as it is stored
     with pytest.raises((ConfigError, LayoutError), match=message) as caught:
         qk.scan(folder, offset=3)
     assert len(str(caught.value)) < 1500
