@@ -19,10 +19,10 @@ from qkform.layouts.manual import QUERY, Manual, candidates
 from qkform.layouts.match import MAX_NAME, HasShape, Place, modules_of, place, places
 from qkform.layouts.naming import is_cross, pairs
 from qkform.layouts.order import WHOLE
-from qkform.layouts.rotary import positions, qk_norm_kind
+from qkform.layouts.rotary import Positions, positions, qk_norm_kind
 from qkform.layouts.rules import Family, Note, Rule, bias_of
 from qkform.layouts.scopes import Candidate as ConfigPart
-from qkform.layouts.scopes import Projection, solve
+from qkform.layouts.scopes import Projection, path_words, solve
 from qkform.layouts.scopes import candidates as config_parts
 from qkform.layouts.transform import QKNorms
 
@@ -168,7 +168,10 @@ class _Finder:
         scope = Scope(self.config, rule, self.where, self.arch)
         norm, norm_kind = self._norm(rule, scope, found.place)
         flags = () if block else ("by_names",)
-        facts = {"mask": _mask(rule, scope), "norm": norm, "norm_kind": norm_kind, "flags": flags}
+        facts: dict[str, Any] = {"mask": _mask(rule, scope), "norm": norm, "norm_kind": norm_kind, "flags": flags}
+        part = self._part_of(found.place.module)
+        facts["positions"] = self._positions(rule.family, scope, found.place.layer, part)
+        facts["norm_bias"] = f"{norm}.bias" if norm and f"{norm}.bias" in self.tensors else None
         yield from latent_layers(found, size, self.tensors, self.read, facts)
 
     def _proved(self, rule: Rule, q_name: str, at: Place, block: Block | None) -> Iterator[AttentionLayer]:
@@ -198,11 +201,23 @@ class _Finder:
             attention="cross" if q.inputs != k.inputs else rule.attention,
             qk_norm=rule.qk_norm or QK_NORMS,
         )
-        layer = self._layer(rule, q_name, at)
+        layer = self._layer(rule, q_name, at, self._part_of(at.module))
         if layer is not None:
             yield layer if block else replace(layer, flags=(*layer.flags, "by_names"))
 
-    def _layer(self, rule: Rule, q_name: str, at: Place) -> AttentionLayer | None:
+    def _part_of(self, module: str) -> Mapping[str, Any] | None:
+        """The sub-config that names a model type of its own and is the only one that a path points to."""
+        path = path_words(module)
+        pointed = [c.values for c in self.parts if c.points_to(path) and "model_type" in c.values]
+        return pointed[0] if len(pointed) == 1 else None
+
+    def _positions(self, family: str, scope: Scope, layer: int, part: Mapping[str, Any] | None) -> Positions:
+        config = scope.config if part is None else part
+        return positions(family, self.arch, config, scope.where, layer, self.tensors)
+
+    def _layer(
+        self, rule: Rule, q_name: str, at: Place, part: Mapping[str, Any] | None = None
+    ) -> AttentionLayer | None:
         module = at.module
         dot = "." if module else ""
         k_name = f"{module}{dot}{rule.k_tensor}"
@@ -222,7 +237,8 @@ class _Finder:
             )
         layer, shared_by = self._sharing(rule, scope, at.layer)
         norm, norm_kind = self._norm(rule, scope, at)
-        qk_norms = self._qk_norms(rule, scope, f"{module}{dot}", size)
+        known_positions = self._positions(rule.family, scope, at.layer, part)
+        qk_norms = self._qk_norms(rule, known_positions.kinds, f"{module}{dot}", size)
         q_part, k_part = rule.q_part, rule.k_part
         q_bias, k_bias = (
             self._bias(rule, module, n, shape[0]) for n, shape in ((q_name, q_shape), (k_name, k_shape))
@@ -249,25 +265,29 @@ class _Finder:
             read=self.read,
             norm_bias=f"{norm}.bias" if norm and f"{norm}.bias" in self.tensors else None,
             qk_norms=qk_norms,
-            positions=positions(rule.family, self.arch, scope.config, scope.where, at.layer, self.tensors),
+            positions=known_positions,
         )
 
-    def _qk_norms(self, rule: Rule, scope: Scope, prefix: str, size: Geometry) -> QKNorms | None:
-        """The norms on queries and keys that the checkpoint holds: one for all heads, or one for each."""
+    def _qk_norms(self, rule: Rule, kinds: tuple[str, ...], prefix: str, size: Geometry) -> QKNorms | None:
+        """The norms on queries and keys that the checkpoint holds: one for all heads, or one for each.
+
+        The names of a rule are pairs, a query's and a key's; the first pair that is there counts.
+        """
 
         def named(norm: str, heads: int, what: str) -> tuple[str, ...]:
             each = (f"{prefix}{norm}.norms.{head}.{what}" for head in range(heads))
             return tuple(n for n in (f"{prefix}{norm}.{what}", *each) if n in self.tensors)
 
-        sides = [*zip(rule.qk_norm, (size.n_heads, size.n_kv_heads), strict=False)]
-        q, k, *_ = *(named(norm, heads, "weight") for norm, heads in sides), (), ()
-        biases = tuple(name for norm, heads in sides for name in named(norm, heads, "bias"))
-        if not (q or k or biases):
-            starts = tuple(f"{prefix}{norm}." for norm in rule.qk_norm)
-            if not starts or not any(name.startswith(starts) for name in self.tensors):
-                return None
-        kinds = positions(rule.family, self.arch, scope.config, scope.where, 0, {}).kinds
-        return QKNorms(q, k, qk_norm_kind(kinds), biases)
+        for q_norm, k_norm in zip(rule.qk_norm[::2], rule.qk_norm[1::2], strict=False):
+            sides = ((q_norm, size.n_heads), (k_norm, size.n_kv_heads))
+            q, k = (named(norm, heads, "weight") for norm, heads in sides)
+            biases = tuple(name for norm, heads in sides for name in named(norm, heads, "bias"))
+            if q or k or biases:
+                return QKNorms(q, k, qk_norm_kind(kinds), biases)
+        starts = tuple(f"{prefix}{norm}." for norm in rule.qk_norm)
+        if starts and any(name.startswith(starts) for name in self.tensors):
+            return QKNorms((), (), None)  # of another making: seen, and not known how to apply
+        return None
 
     def _bias(self, rule: Rule, module: str, weight: str, outputs: int) -> str | None:
         name = f"{module}.{rule.bias}".removeprefix(".") if rule.bias else bias_of(weight)
