@@ -64,7 +64,7 @@ class LiveModel:
         elif tensor.origin.rows is None:
             found = np.array(arrays[0][:rows])
         else:
-            found = np.concatenate(arrays)[tensor.origin.rows[:rows]]
+            found = np.concatenate(arrays)[tensor.origin.rows[:rows]]  # out of order, and of several
         self.bytes_read += found.nbytes
         return found
 
