@@ -142,7 +142,7 @@ class Finder:
             raise SourceError(not_a_source(self.live.root))
         if self.overrides.heads is None:
             values = [getattr(m, name, None) for m in self.live.tree.modules.values() for name in _HEADS]
-            given = {v for v in values if isinstance(v, int)}
+            given = {v for v in values if isinstance(v, int) and not isinstance(v, bool)}
             if len(given) == 1:
                 self.overrides = replace(self.overrides, heads=given.pop())
         return self._found(self.live.plain(self.live.parameters), self.live.config)

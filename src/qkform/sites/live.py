@@ -53,7 +53,8 @@ class LiveModel:
     def read(self, name: str, rows: int | None = None) -> NDArray[Any]:
         """A copy of a tensor, or of its first `rows` rows, as numpy of its own floating type.
 
-        A copy, since the model may go on training. Raises SourceError for a parameter without numbers.
+        A copy, since the model may go on training. Sharded parameters (DTensor) are gathered: every rank has to take
+        part. Raises SourceError for a parameter without numbers.
         """
         tensor = self.tensors[name]
         arrays = [self.parameters[p].numpy() for p in tensor.origin.parameters]
@@ -88,9 +89,10 @@ class LiveModel:
 
     def _refuse_unreadable(self) -> None:
         """Quantised and sharded weights have odd shapes and names: the reason comes before the consequence."""
-        ordered = sorted(self.parameters.values(), key=lambda p: QUERY.search(p.name) is None)
-        for parameter in ordered:
-            parameter.refuse()
+        for parameter in self.parameters.values():
+            asks = parameter.name.replace("key", "query").replace("k_proj", "q_proj")
+            if QUERY.search(asks) or parameter.attribute == "_flat_param":
+                parameter.refuse()
         if getattr(self.root, "is_quantized", False) or (self.config or {}).get("quantization_config"):
             raise SourceError(f"{self.source} is quantised; dequantise it first (`model.dequantize()`)")
 
