@@ -23,7 +23,7 @@ _MASKS: dict[str, Mask] = {"causal": "causal", "bidirectional": "bidirectional"}
 
 
 def is_attention(thing: Any) -> bool:
-    """Whether it has W_Q and W_K of one layer. Of a module the parameters count: a property may stack a whole model."""
+    """Whether it has W_Q and W_K of one layer. Of a module the parameters count: W_Q of a whole model is a stack."""
     if is_module(thing):
         own = {name: len(p.shape) for name, p in thing.named_parameters(recurse=False)}
         return own.get("W_Q") == 3 and 3 in (own.get("W_K"), own.get("_W_K"))
