@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
 import qkform
-from qkform.errors import QKFormError, RecordError
+from qkform.errors import ConfigError, QKFormError, RecordError
 
 if TYPE_CHECKING:
     from qkform.records import ScoreTable
@@ -35,7 +37,11 @@ app = App(
 _unknown = Group(
     "Layouts that are not known", help="Heads outrank the config; names take {layer}.", sort_key=2
 )
+_hub = Group(
+    "Hub ids", help="org/name, hf://org/name[@revision][/path], or the address of a model.", sort_key=3
+)
 _scores = Group("Scores", sort_key=1)
+_form = Group("Another form", help="Change the form that is scored; the result says so.", sort_key=1)
 
 
 @app.command
@@ -53,6 +59,13 @@ def scan(
     q: Annotated[str | None, Parameter(name="--q", group=_unknown)] = None,
     k: Annotated[str | None, Parameter(name="--k", group=_unknown)] = None,
     transposed: Annotated[bool, Parameter(group=_unknown, negative="")] = False,
+    fold_norm: Annotated[bool, Parameter(group=_form, negative="")] = False,
+    bias: Annotated[bool, Parameter(group=_form, negative="")] = False,
+    qk_norm: Annotated[bool, Parameter(group=_form, negative="")] = False,
+    offset: Annotated[str | None, Parameter(group=_form, allow_leading_hyphen=True)] = None,
+    revision: Annotated[str | None, Parameter(group=_hub)] = None,
+    token: Annotated[str | None, Parameter(group=_hub)] = None,
+    download: Annotated[bool, Parameter(group=_hub, negative="")] = False,
 ) -> int:
     """Score every layer and head of one or more checkpoints.
 
@@ -61,7 +74,8 @@ def scan(
     Parameters
     ----------
     sources
-        A .safetensors or .gguf file, a folder that holds a model, or sample:NAME (see `qkform samples`).
+        A .safetensors or .gguf file, a folder that holds a model, a hub id (org/name),
+        or sample:NAME (see `qkform samples`).
     format
         What goes to stdout: a table to read, one JSON document, or CSV rows.
     out
@@ -87,12 +101,43 @@ def scan(
         Name of the key weights.
     transposed
         The weights of --q and --k are stored (in, out), not (out, in).
+    fold_norm
+        Multiply the gain of the norm in front into W_Q and W_K, and add its bias to theirs.
+    bias
+        Score the form of [x, 1]: biases are one more row of W_Q and W_K.
+    qk_norm
+        Multiply the gains of the norms on queries and keys into W_Q and W_K.
+    offset
+        Rotary models: score W_Q R(N) W_K^T, of a query N positions after its key. Several, as 0,1,2,4, are
+        scored one by one; every layer is read once.
+    revision
+        Branch, tag or commit; several, separated by commas, are scanned one after the other.
+    token
+        Access token for private and gated models; better: `hf auth login`, or HF_TOKEN in the environment.
+    download
+        Fetch whole files into the hub cache where a model cannot be read in parts (no safetensors).
     """
     from qkform.scanner import Options
 
     if not sources:
         return _fail("name at least one source, for example: qkform scan sample:minilm")
-    options = Options(heads, kv_heads, head_dim, q, k, transposed, gamma, signature)
+    options = Options(
+        heads,
+        kv_heads,
+        head_dim,
+        q,
+        k,
+        transposed,
+        gamma,
+        signature,
+        revision,
+        token,
+        download,
+        fold_norm,
+        bias,
+        qk_norm,
+        _distances(offset),
+    )
     _check_targets(sources, out, html)
     table, faults = _scan_all(sources, options, quiet=quiet)
     if table.models:  # files first: a reader that closes our stdout does not cost them
@@ -184,11 +229,12 @@ def _scan_all(sources: Sequence[str], options: Options, *, quiet: bool) -> tuple
 
     tables, faults = [], 0
     with _progress(quiet) as progress:
-        for source in sources:
+        revisions: list[str | None] = [r for r in (options.revision or "").split(",") if r]
+        for source, revision in product(sources, revisions or [None]):
             try:
                 if source.startswith("sample:"):
                     store.fetch(source.removeprefix("sample:"), on_progress=None if quiet else _say)
-                tables.append(scan_one(source, progress=progress, **asdict(options)))
+                tables.append(scan_one(source, progress=progress, **asdict(options) | {"revision": revision}))
                 continue
             except QKFormError as error:
                 message = str(error)
@@ -200,6 +246,18 @@ def _scan_all(sources: Sequence[str], options: Options, *, quiet: bool) -> tuple
                 message = f"{source[:200]}: {message}"
             tables.append(ScoreTable([], [SourceFault(source, _plain(message))]))
     return merged(tables), faults
+
+
+def _distances(text: str | None) -> tuple[int, ...] | None:
+    """0,1,2,4 as numbers."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[+-]?[0-9]{1,12}", part) for part in parts):
+        raise ConfigError(
+            f"--offset {text[:60]!r}: expected whole numbers of positions, as in --offset 0,1,2,4"
+        )
+    return tuple(int(part) for part in parts)
 
 
 @contextmanager

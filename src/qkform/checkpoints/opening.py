@@ -170,6 +170,10 @@ def _open_files(
 
         return GGUFCheckpoint(source, files[0], reader)
     config, config_path = _config_beside(files[0].parent, reader)
+    if (
+        config is None and suffix in ONNX and files[0].parent.absolute().name == "onnx"
+    ):  # as exporters lay it out
+        config, config_path = _config_beside(files[0].parent.absolute().parent, reader)
     if suffix in PICKLED:
         from qkform.checkpoints.pickled import PickledCheckpoint
 
@@ -181,8 +185,7 @@ def _open_files(
     if suffix in ONNX:
         from qkform.checkpoints.onnx import OnnxCheckpoint
 
-        opened: Checkpoint = OnnxCheckpoint(source, files[0], reader, config, config_path)
-        return opened
+        return OnnxCheckpoint(source, files[0], reader, config, config_path)
     return SafetensorsCheckpoint(source, files, reader, config, config_path, places)
 
 
