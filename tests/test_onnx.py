@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import time
-import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -45,8 +44,8 @@ def model(nodes, tensors, *, inner=()):
         [helper.make_tensor_value_info(nodes[-1].output[0] if nodes else "x", TensorProto.FLOAT, None)],
         tensors,
     )
-    sets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(graph, opset_imports=sets, ir_version=8)
+    sets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=sets, ir_version=10)
 
 
 def saved(path, nodes, tensors):
@@ -59,14 +58,13 @@ def weights(rng, outputs=D, inputs=D):
     return {p: rng.normal(size=(outputs, inputs)).astype(np.float32) for p in (QUERY, KEY)}
 
 
+def node_name(path):
+    """As torch writes it: /encoder/layer.0/attention/self/query/MatMul."""
+    return "/" + path.replace(".", "/").replace("layer/", "layer.") + "/MatMul"
+
+
 def plain_nodes(path, stored, op="MatMul", **attributes):
-    return helper.make_node(
-        op,
-        ["x", stored],
-        [f"y_{path}"],
-        name="/" + path.replace(".", "/").replace("layer/", "layer.") + "/MatMul",
-        **attributes,
-    )
+    return helper.make_node(op, ["x", stored], [f"y_{path}"], name=node_name(path), **attributes)
 
 
 # ---- models that torch exported
@@ -273,7 +271,6 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_names_and_orientation_are_recovered(form, tmp_path):
     w = weights(np.random.default_rng(1), outputs=9)
-    w = {p: v for p, v in w.items()}
     if form == "bias":
         w = weights(np.random.default_rng(1))
     found = read_both(saved(tmp_path / "m.onnx", *FORMS[form](w)))
@@ -488,7 +485,7 @@ def test_quantised_weights_are_what_the_graph_multiplies_by(form, tmp_path):
         assert found[path].dtype == np.float32
         assert np.abs(found[path] - expected).max() <= tolerance
         assert np.abs(found[path] - expected.T).max() > 0.1
-    assert len(qk.scan(_with_config(tmp_path)).rows) > 0
+    assert sum(row["head"] is not None for row in qk.scan(_with_config(tmp_path)).rows) == HEADS
 
 
 def _with_config(folder, config=BERT):
@@ -587,7 +584,7 @@ def test_fused_attention_is_cut_into_the_names_of_the_family(op, tmp_path):
         got = found.read(f"{path}.weight")
         assert np.abs(got - w[:, part].T).max() < (0.05 if op == "QAttention" else 1e-12)
         assert np.array_equal(found.read(f"{path}.bias"), bias[part])
-    assert len(qk.scan(_with_config(tmp_path)).rows) > 0
+    assert sum(row["head"] is not None for row in qk.scan(_with_config(tmp_path)).rows) == HEADS
 
 
 def test_fused_attention_without_a_config_says_its_heads(tmp_path):
@@ -596,8 +593,7 @@ def test_fused_attention_without_a_config_says_its_heads(tmp_path):
     found = open_onnx(path)
     assert found.config == {"num_heads": HEADS}
     assert np.array_equal(found.read("layers.0.attention.in_proj_weight"), w.T)
-    row = qk.scan(path).rows[0]
-    assert row["n_heads"] == HEADS
+    assert sum(row["head"] is not None for row in qk.scan(path).rows) == HEADS
 
 
 def test_fused_attention_of_gpt2_keeps_its_orientation(tmp_path):
@@ -804,15 +800,14 @@ SOUND = {
 
 
 def bounded(path):
-    tracemalloc.start()
+    """Everything, in bounded time and memory; tracemalloc would cost more than what it measures."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()
     try:
         return everything(path)
     finally:
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert peak < 500 * 2**20, f"{peak / 2**20:.0f} MB"
-        assert time.process_time() - start < 100
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kB
+        assert time.process_time() - start < 60
 
 
 def everything(path, config=BERT):
@@ -824,7 +819,7 @@ def everything(path, config=BERT):
         try:
             assert found.read(name).shape == info.shape
         except QKFormError as error:
-            assert len(str(error)) < 1500
+            assert len(str(error)) < 1500  # noqa: PT017
     return found
 
 

@@ -226,7 +226,7 @@ def _inside(model: Path, location: str, what: str) -> Path:
         raise CheckpointError(
             f"{what} has its data in {short!r}, which is no name of a file beside the model"
         )
-    if parts[0] == "/" or windows.drive or windows.root:
+    if location.startswith("/") or windows.drive or windows.root:
         raise CheckpointError(f"{what} has its data in {short!r}, outside the model's folder; never read")
     try:
         folders = {model.parent.resolve(), model.resolve().parent}
