@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from qkform.errors import ConfigError, LayoutError
-from qkform.layouts.blocks import Block, block_of, blocks_of
 from qkform.layouts.choose import choose, named_type, nothing_known
+from qkform.layouts.facts import Block, block_of, blocks_of, without_attention
 from qkform.layouts.geometry import Geometry, Overrides, Scope, geometry
 from qkform.layouts.latent import Latent, latents, split
 from qkform.layouts.latent import layers as latent_layers
@@ -34,6 +34,17 @@ QK_NORMS = (
     "key_layernorm",
     "norm_q",
     "norm_k",
+)
+
+
+CONVOLUTIONS = (
+    "q_conv1d",
+    "k_conv1d",
+    "q_conv",
+    "k_conv",
+    "k_sconv",
+    "q_sconv",
+    "convolution_projection_query",
 )
 
 
@@ -75,6 +86,10 @@ def find_layers(
     )
     named = rule is None and not arch
     layers, skipped = finder.find(named)
+    if not layers and (instead := without_attention(model_type)):
+        raise LayoutError(
+            f"{source}: {model_type} has no softmax attention, so it has no query-key form: {instead}"
+        )
     if not layers and family is None:
         reasons = [f"{s['module'][-200:]}: {s['reason']}" for s in finder.unproved]
         raise nothing_known(model_type, tensors, reasons, source=source, where=where)
@@ -133,7 +148,7 @@ class _Finder:
         for block in blocks_of(self.family.model_type):
             if block.skip:
                 self._skip(block.module, block.skip)
-            elif block.found_by_itself:
+            elif block.names_tensors:
                 rule = block.rule(self.family.model_type)
                 for q_name, at in places(rule, self.tensors):
                     yield from self._proved(rule, q_name, at, block)
@@ -173,6 +188,11 @@ class _Finder:
         """The layer of a rule that does not say which part of the config counts, if shapes prove one."""
         k_name = f"{at.module}.{rule.k_tensor}".removeprefix(".")
         if q_name in self.seen or k_name not in self.tensors:
+            return
+        other = self._no_softmax(at.module)
+        if other:
+            self.seen |= {q_name, k_name}
+            self.skipped.append({"module": at.module, "reason": other})
             return
         try:
             shapes = [_matrix(n, self.tensors[n].shape, rule.transposed) for n in (q_name, k_name)]
@@ -299,8 +319,17 @@ class _Finder:
 
     def _skip(self, pattern: str, reason: str) -> None:
         for module, names in sorted(modules_of(pattern, self.tensors).items()):
+            if not self.seen.issuperset(names):
+                self.skipped.append({"module": module, "reason": reason})
             self.seen.update(names)
-            self.skipped.append({"module": module, "reason": reason})
+
+    def _no_softmax(self, module: str) -> str | None:
+        """Why a module with queries and keys has no form between tokens, as what stands beside them shows."""
+        if any(f"{module}.{name}" in self.tensors for name in ("A_log", "dt_bias", "query_decay")):
+            return "linear attention: no softmax over scores"
+        if any(f"{module}.{name}" in self.paths for name in CONVOLUTIONS):
+            return "a convolution stands between the projection and the score"
+        return None
 
     @cached_property
     def parts(self) -> list[ConfigPart]:
