@@ -1,0 +1,171 @@
+"""A small config of every model type: the default, with every size replaced, sub-configs too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+VOCABULARY = 99
+FIRST_WORD = 50  # ordinary tokens are FIRST_WORD..VOCABULARY - 1; special ones lie below
+WIDTH, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 4, 2, 16, 3
+
+# The first pattern that fits the whole key decides. A callable gets the old value.
+RULES: tuple[tuple[str, Any], ...] = (
+    (r"(num_hidden_layers|n_layers?|num_layers|encoder_layers|decoder_layers|num_(en|de)coder_layers|depth)", LAYERS),
+    (r"(num_hidden_blocks|num_blocks|layers|resampler_depth|n_blocks|decoder_num_hidden_layers)", 2),
+    (r"(vocab_size|.*_vocab_size(_base)?|n_vocab|vocabulary_size)", VOCABULARY),
+    (r"type_vocab_size", lambda v: v),
+    (r".*(key_value_heads|n_head_kv|kv_heads|multi_query_group_num|kv_n_heads)", KV_HEADS),
+    (r"(num_attention_heads|n_heads?|num_heads|.*attention_heads|.*_num_heads|.*_n_heads|nhead)", HEADS),
+    (r"(qk_head_dim)", None),
+    (r"(qk_nope_head_dim)", 10),
+    (r"(qk_rope_head_dim)", 6),
+    (r"(head_dim|.*_head_dim|attention_head_dim|d_kv|kv_channels|head_size)", HEAD_DIM),
+    (r"(kv_lora_rank|q_lora_rank|.*lora_rank)", 12),
+    (r"(hidden_size|d_model|n_embd|dim|hidden_dim|embed_dim|.*_hidden_size|.*_embed_dim|.*embedding_size)", WIDTH),
+    (r"(intermediate_size|.*intermediate_size|.*ffn_dim|d_ff|n_inner|.*mlp_dim|ffn_hidden_size|.*feedforward.*)", 40),
+    (r"(num_experts_per_tok|moe_topk|num_experts_per_token|moe_k|top_k_experts)", 2),
+    (r"(num_experts|n_routed_experts|num_local_experts|moe_num_experts|n_experts|.*num_experts)", 4),
+    (r"(n_group|topk_group)", 1),
+    (r"(first_k_dense_replace|moe_layer_start_index)", 1),
+    (r"image_size", 64),
+    (r"patch_size", lambda v: min(v, 16) if v != 14 else 16),
+    (r"(num_channels|in_channels|in_chans|audio_channels|spatial_merge_size|temporal_patch_size)", lambda v: v),
+    (r"(max_position_embeddings|n_positions|max_2d_position_embeddings|n_ctx|max_seq_len|max_seq_length)", 128),
+    (r"max_(source|target)_positions", 128),
+    (r"depths", lambda v: [2] * len(v)),
+    (r".*(codebook_size|num_embeddings)", 16),
+    (r"(projection_dim|.*_dim|.*width|.*hidden_dim|.*channels|.*features_?size)", lambda v: WIDTH if v >= 64 else v),
+    (r".*(size)", lambda v: WIDTH if v in (256, 512, 640, 768, 1024, 1152, 1280, 1408, 1536, 2048, 3584, 4096) else v),
+)
+KEPT = {"transformers_version", "id2label", "label2id", "torch_dtype", "dtype", "architectures"}
+
+# What the rules get wrong, by model type (also of a sub-config). A value of ... drops the key.
+SETTINGS: Mapping[str, Mapping[str, Any]] = {}
+
+
+def small(model_type: str) -> Any:
+    """The config object of a model type, small."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    cls = CONFIG_MAPPING[model_type]
+    values = cls().to_dict()
+    return cls(**shrunk(values, model_type, _Specials()))
+
+
+class _Specials:
+    """Small distinct numbers for special tokens, the same for the same token."""
+
+    def __init__(self) -> None:
+        self.given: dict[int, int] = {}
+
+    def __call__(self, value: int) -> int:
+        if value < 5:
+            return value
+        return self.given.setdefault(value, 5 + len(self.given) % (FIRST_WORD - 6))
+
+
+def shrunk(values: Mapping[str, Any], model_type: str, specials: _Specials) -> dict[str, Any]:
+    """The values of one config, small; sub-configs likewise."""
+    out: dict[str, Any] = {}
+    settings = SETTINGS.get(model_type, {})
+    layers = next((values[k] for k in LAYER_KEYS if isinstance(values.get(k), int)), None)
+    chosen = _chosen_layers(values, layers)
+    for key, value in values.items():
+        if key in KEPT or key == "model_type" or settings.get(key, 0) is ...:
+            continue
+        if key in ("stage_names", "out_features", "out_indices"):
+            out.update(_stages(key, value, values, len(chosen), layers))
+            continue
+        if key == "per_layer_config" and isinstance(value, dict):
+            places = {old: new for new, old in enumerate(chosen)}
+            out[key] = {
+                places[int(i)]: shrunk(v, "", specials) for i, v in value.items() if int(i) in places
+            }
+            continue
+        out[key] = settings.get(key, _small(key, value, layers, chosen, specials))
+    for key in LAYER_KEYS:
+        if isinstance(out.get(key), int) and out[key] == LAYERS:
+            out[key] = len(chosen)
+    out.update({k: v for k, v in settings.items() if v is not ...})
+    nested = {k for k, v in values.items() if isinstance(v, dict) and "model_type" in v}
+    for key in nested:
+        if out.get(key) is not None and "model_type" not in out[key]:
+            out[key]["model_type"] = values[key]["model_type"]
+    return out
+
+
+def _stages(key: str, value: Any, values: Mapping[str, Any], n: int, layers: int | None) -> dict[str, Any]:
+    """Names and numbers of stages: `stage12` of twelve layers is the last of the few that stay."""
+    names = values.get("stage_names")
+    if not isinstance(names, list) or layers is None or len(names) != layers + 1:
+        return {} if key == "stage_names" else {key: value}
+    if key != "out_features" or not isinstance(value, list):
+        return {}
+    return {key: [f"stage{max(1, n - len(value) + 1 + i)}" for i in range(len(value))]}
+
+
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+
+
+def _chosen_layers(values: Mapping[str, Any], layers: int | None) -> list[int]:
+    """Which layers stay: every kind of layer at least once, in their order."""
+    if layers is None:
+        return list(range(LAYERS))
+    stages = values.get("out_features")
+    if isinstance(stages, list) and len(stages) > LAYERS:
+        return list(range(len(stages)))
+    kinds = values.get("layer_types") or values.get("layers_block_type") or values.get("block_types")
+    if not isinstance(kinds, (list, tuple)) or len(kinds) != layers:
+        return list(range(min(LAYERS, layers))) if layers else list(range(LAYERS))
+    first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    rest = [i for i in range(layers) if i not in first]
+    return sorted(first + rest[: max(0, LAYERS - len(first))])
+
+
+def _small(key: str, value: Any, layers: int | None, chosen: list[int], specials: _Specials) -> Any:
+    if isinstance(value, dict):
+        if "model_type" in value:
+            return shrunk(value, value["model_type"], specials)
+        return _small_rotary(value) if "rope" in key else value
+    if isinstance(value, (list, tuple)):
+        if layers and len(value) == layers and len(value) > 4:
+            return [value[i] for i in chosen]
+        if value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
+            if key.endswith(("token_id", "token_ids")):
+                return [specials(v) for v in value]
+            return _small_list(key, list(value))
+        return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    if re.search(r"(token_id|token_index|token_idx)$", key):
+        return specials(value)
+    for pattern, new in RULES:
+        if re.fullmatch(pattern, key):
+            return new(value) if callable(new) else new
+    return value
+
+
+def _small_list(key: str, values: list[int]) -> list[int]:
+    if re.fullmatch(r"depths|layers|num_blocks|stage_num_blocks", key):
+        return [min(v, 2) for v in values]
+    if re.fullmatch(r"num_heads|num_attention_heads|.*_heads", key):
+        return [1 << min(i, 2) for i in range(len(values))]
+    if re.search(r"hidden_sizes|embed_dims|.*channels.*|.*dims?$|.*sizes$", key) and max(values) >= 64:
+        return [16 if v < 128 else 32 for v in values]
+    return values
+
+
+def _small_rotary(value: Mapping[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, v in value.items():
+        if isinstance(v, dict):
+            out[key] = _small_rotary(v)
+        elif key == "mrope_section" and isinstance(v, (list, tuple)):
+            total = sum(v)
+            out[key] = [max(1, x * (HEAD_DIM // 2) // total) for x in v]
+            out[key][-1] += HEAD_DIM // 2 - sum(out[key])
+        else:
+            out[key] = v
+    return out
