@@ -41,7 +41,9 @@ def test_a_part_is_the_rows_that_its_order_gives_it(part: str, sizes: Sizes, row
     assert rows_of(part, sizes) == rows
 
 
-@pytest.mark.parametrize("order", ["q|k|v", "heads x [q|k|v]", "groups x [q|k|v]", "2 x [q|v|k]", "heads x [v|k|q]"])
+@pytest.mark.parametrize(
+    "order", ["q|k|v", "heads x [q|k|v]", "groups x [q|k|v]", "2 x [q|v|k]", "heads x [v|k|q]"]
+)
 def test_the_parts_of_an_order_are_all_its_rows_and_none_twice(order: str) -> None:
     sizes = Sizes(4, 4 if "heads" in order else 2, 3)
     rows = [r for item in parsed(order)[1] for r in rows_of(f"{order}: {item}", sizes)]

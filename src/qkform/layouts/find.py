@@ -21,7 +21,7 @@ from qkform.layouts.naming import is_cross, pairs
 from qkform.layouts.order import WHOLE
 from qkform.layouts.rules import Family, Note, Rule, bias_of
 from qkform.layouts.scopes import Candidate as ConfigPart
-from qkform.layouts.scopes import Projection, solve
+from qkform.layouts.scopes import Projection, path_words, solve
 from qkform.layouts.scopes import candidates as config_parts
 
 # what models call the norms on queries and keys, inside the attention module
@@ -186,7 +186,7 @@ class _Finder:
 
     def _proved(self, rule: Rule, q_name: str, at: Place, block: Block | None) -> Iterator[AttentionLayer]:
         """The layer of a rule that does not say which part of the config counts, if shapes prove one."""
-        k_name = f"{at.module}.{rule.k_tensor}".removeprefix(".")
+        k_name = f"{self._keys_from(rule, at).module}.{rule.k_tensor}".removeprefix(".")
         if q_name in self.seen or k_name not in self.tensors:
             return
         other = self._no_softmax(at.module)
@@ -198,7 +198,9 @@ class _Finder:
             shapes = [_matrix(n, self.tensors[n].shape, rule.transposed) for n in (q_name, k_name)]
             q = Projection(*shapes[0], rule.order if rule.fused else rule.q_order)
             k = Projection(*shapes[1], rule.order if rule.fused else rule.kv_order if rule.kv_fused else "")
-            solved = solve(self.parts, self.overrides, at.module, q, k, block.keys if block else None)
+            solved = solve(
+                self.parts, self.overrides, at.module, q, k, block.keys if block else None, rule.any_width
+            )
         except ConfigError as error:
             solved = str(error)
         if isinstance(solved, str):
@@ -212,7 +214,6 @@ class _Finder:
             kv_heads=(f"={solved.n_kv_heads}",),
             head_dim=(f"={solved.d_head}",),
             d_model=(),
-            layers=(),
             attention="cross" if q.inputs != k.inputs else rule.attention,
             qk_norm=rule.qk_norm or QK_NORMS,
         )
@@ -220,10 +221,31 @@ class _Finder:
         if layer is not None:
             yield layer if block else replace(layer, flags=(*layer.flags, "by_names"))
 
+    def _keys_from(self, rule: Rule, at: Place) -> Place:
+        """Where the keys of a layer are: in another one, if the last layers share the keys of those before them."""
+        if not rule.kv_shared:
+            return at
+        path = path_words(at.module)
+        counting = [p for p in self.parts if p.value((rule.kv_shared,), ())]
+        part = next((p for p in counting if p.points_to(path)), next(iter(counting), None))
+        if part is None:
+            return at
+        shared, layers = part.value((rule.kv_shared,), ()), part.value(rule.layers, ())
+        kinds = part.values.get("layer_types")
+        first = (layers or 0) - (shared or 0)
+        if at.layer < first or not isinstance(kinds, list) or not at.layer < len(kinds) <= 100_000:
+            return at
+        same = [i for i in range(max(first, 0)) if kinds[i] == kinds[at.layer]]
+        if not same:
+            return at
+        rest = at.module.removeprefix(at.component).lstrip(".").partition(".")[2]
+        return Place(f"{at.component}.{same[-1]}.{rest}".strip("."), at.component, same[-1])
+
     def _layer(self, rule: Rule, q_name: str, at: Place) -> AttentionLayer | None:
         module = at.module
         dot = "." if module else ""
-        k_name = f"{module}{dot}{rule.k_tensor}"
+        keys_at = self._keys_from(rule, at)
+        k_name = f"{keys_at.module}{dot}{rule.k_tensor}"
         self.seen |= {q_name, k_name}
         if k_name not in self.tensors:
             self.skipped.append({"module": module, "reason": f"has {rule.q_tensor} but no {rule.k_tensor}"})
@@ -260,7 +282,7 @@ class _Finder:
             n_kv_heads=size.n_kv_heads,
             d_model=q_shape[1],
             d_head=size.d_head,
-            flags=("qk_norm",) if normed else (),
+            flags=(*(("qk_norm",) if normed else ()), *(("shared_k",) if keys_at is not at else ())),
             norm=norm,
             norm_kind=norm_kind,
             q=Stored(q_name, q_bias, q_part, rule.transposed, bias_parts[0]),
