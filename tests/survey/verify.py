@@ -14,7 +14,7 @@ import torch
 
 import qkform as qk
 from qkform.checkpoints import open_checkpoint
-from qkform.errors import LayoutError, QKFormError
+from qkform.errors import QKFormError
 from qkform.layouts import AttentionLayer
 from tests import truth
 from tests.survey import attentions, build, configs
@@ -75,7 +75,7 @@ def _examine(result: Result) -> None:
         model.save_pretrained(folder)
         result.step = "layout"
         tensors = open_checkpoint(Path(folder))
-        places = _Places({n: np.asarray(tensors.read(n)) for n in tensors.tensors})
+        places = _Places(_matrices(model, Path(folder)))
         result.not_read = [
             {"module": f.module, "reason": f.reason, "q": f.parameters[0], "k": f.parameters[1]} for f in failures
         ]
@@ -85,7 +85,7 @@ def _examine(result: Result) -> None:
             (scanned,) = qk.scan(folder, signature="none").models
             result.skipped = [dict(s) for s in scanned.skipped]
         except QKFormError as error:
-            result.reason = f"{type(error).__name__}: {str(error)[:300]}"
+            result.reason = f"{type(error).__name__}: {str(error)}".replace(folder, "the file")[:300]
         result.found_by_qkform = len(layers)
         result.step = "compare"
         compare(result, layers, seen, readings, tensors, places)
@@ -169,7 +169,7 @@ def compare(
         true, calls = truths[hit]
         result.matched += 1
         _check(result, layer, true, calls, readings, checkpoint)
-    for true, calls in left.values():
+    for _, calls in left.values():
         a = calls[0]
         result.not_found.append(
             {"module": a.module, "attention": a.attention, "mask": a.mask, "heads": a.matrix.shape[0],
@@ -291,6 +291,16 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 # ---- where weights are in the file ------------------------------------------------------------------------
+
+
+def _matrices(model: Any, folder: Path) -> dict[str, Array]:
+    """Every tensor of floating point in the files, by name."""
+    from safetensors.torch import load_file
+
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update({n: t.double().numpy() for n, t in load_file(file).items() if t.is_floating_point()})
+    return found
 
 
 class _Places:
