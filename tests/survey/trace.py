@@ -302,10 +302,10 @@ def _as_projection(func: Any, name: str, args: Any, kwargs: Any, is_parameter: C
             return None
         shape = (*x.shape[:-1], w.shape[0])
         return x, w, b, lambda c: c.reshape(shape), [w]
-    if name == "addmm" and is_parameter(args[2]):
+    if name == "addmm" and len(args) > 2 and is_parameter(args[2]):
         b, x, m = args[:3]
         return x, m.T, b, lambda c: c, [m]
-    if name in ("matmul", "__matmul__", "mm") and is_parameter(args[1]) and not is_parameter(args[0]):
+    if name in ("matmul", "__matmul__", "mm") and len(args) > 1 and is_parameter(args[1]) and not is_parameter(args[0]):
         x, m = args[:2]
         if m.ndim != 2:
             return None

@@ -34,6 +34,7 @@ class Result:
     reason: str = ""
     step: str = ""  # where it stopped: config, build, feed, save, layout, compare
     built: str = ""  # the class
+    variant: str = ""  # of the small config
     fed: list[str] = field(default_factory=list)
     attentions_seen: int = 0
     found_by_qkform: int = 0
@@ -60,13 +61,7 @@ def examine(model_type: str) -> dict[str, Any]:
 
 
 def _examine(result: Result) -> None:
-    result.step = "config"
-    config = configs.small(result.model_type)
-    result.step = "build"
-    model = build.build(result.model_type, config)
-    result.built = type(model).__name__
-    result.step = "feed"
-    readings = list(runs(model, result))
+    model, readings = _running(result)
     seen = [a for r in readings for a in r.attentions]
     failures = [f for r in readings for f in r.failures]
     result.attentions_seen = len({a.module for a in seen} | {f.module for f in failures})
@@ -90,6 +85,27 @@ def _examine(result: Result) -> None:
         result.step = "compare"
         compare(result, layers, seen, readings, tensors, places)
     classify(result, readings, seen, failures, layers)
+
+
+def _running(result: Result) -> tuple[Any, list[attentions.Reading]]:
+    """The model of the first variant of the config that can be built and run."""
+    errors: list[tuple[int, str, Exception]] = []
+    for variant in configs.VARIANTS:
+        result.step, result.fed = "config", []
+        try:
+            config = configs.small(result.model_type, variant)
+            result.step = "build"
+            model = build.build(result.model_type, config)
+            result.built = type(model).__name__
+            result.step = "feed"
+            readings = list(runs(model, result))
+        except Exception as error:
+            errors.append((("config", "build", "feed").index(result.step), result.step, error))
+            continue
+        result.variant = variant.name
+        return model, readings
+    _, result.step, error = max(errors, key=lambda e: e[0])
+    raise error
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------
