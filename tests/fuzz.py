@@ -13,15 +13,18 @@ single input to 10 seconds.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import shutil
 import struct
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +126,108 @@ def _index_text() -> bytes:
     return json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors(), "a.safetensors")}).encode()
 
 
+def _npz() -> bytes:
+    out = io.BytesIO()
+    np.savez(out, **tensors())
+    return out.getvalue()
+
+
+def _npz_member(folder: Path, data: bytes) -> Path:
+    """An archive that is in order, around a member that is `data`."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name in (n for n in tensors() if n.endswith("weight")):
+            archive.writestr(f"{name}.npy", data)
+    return _file("model.npz")(folder, out.getvalue())
+
+
+def _npy() -> bytes:
+    out = io.BytesIO()
+    np.save(out, np.eye(4, dtype=np.float32))
+    return out.getvalue()
+
+
+@cache
+def _pickled(zipped: bool) -> bytes:
+    import torch
+
+    out = io.BytesIO()
+    weights = {name: torch.from_numpy(t) for name, t in tensors().items()}
+    torch.save(weights, out, _use_new_zipfile_serialization=zipped)
+    return out.getvalue()
+
+
+def _pickle_alone(folder: Path, data: bytes) -> Path:
+    """A PyTorch archive that is in order, around a data.pkl that is `data`."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(_pickled(True))) as good, zipfile.ZipFile(out, "w") as archive:
+        for member in good.infolist():
+            whole = good.read(member)
+            archive.writestr(member.filename, data if member.filename.endswith("data.pkl") else whole)
+    return _file("pytorch_model.bin")(folder, out.getvalue())
+
+
+def _data_pkl() -> bytes:
+    with zipfile.ZipFile(io.BytesIO(_pickled(True))) as good:
+        name = next(n for n in good.namelist() if n.endswith("data.pkl"))
+        return good.read(name)
+
+
+def _onnx() -> bytes:
+    """Four products with their biases, as exporters write them: anonymous weights, named biases."""
+    import onnx
+    from onnx import helper, numpy_helper
+
+    initializers, nodes, outputs = [], [], []
+    for name, tensor in tensors().items():
+        if not name.endswith("weight"):
+            continue
+        bias = name.removesuffix("weight") + "bias"
+        scope = "/encoder/layer.0/attention/self/" + name.split(".")[-2]
+        weight = f"onnx::MatMul_{len(nodes)}"
+        initializers += [
+            numpy_helper.from_array(np.ascontiguousarray(tensor.T), weight),
+            numpy_helper.from_array(tensors()[bias], bias),
+        ]
+        nodes += [
+            helper.make_node("MatMul", ["x", weight], [f"{name}/product"], name=f"{scope}/MatMul"),
+            helper.make_node("Add", [bias, f"{name}/product"], [f"{name}/out"], name=f"{scope}/Add"),
+        ]
+        outputs.append(helper.make_tensor_value_info(f"{name}/out", onnx.TensorProto.FLOAT, [1, 4]))
+    given = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 4])
+    graph = helper.make_graph(nodes, "model", [given], outputs, initializers)
+    return bytes(helper.make_model(graph).SerializeToString())
+
+
+def _adapter(folder: Path, data: bytes) -> Path:
+    from safetensors.numpy import save_file
+
+    (folder / "adapter_config.json").write_bytes(data)
+    (folder / "base").mkdir(exist_ok=True)
+    _config(folder / "base", json.dumps(CONFIG).encode())
+    path = "base_model.model.encoder.layer.0.attention.self.query"
+    lora = {f"{path}.lora_A.weight": np.ones((2, 4)), f"{path}.lora_B.weight": np.ones((4, 2))}
+    save_file(lora, folder / "adapter_model.safetensors")
+    return folder
+
+
+def _adapter_config() -> bytes:
+    return json.dumps(
+        {"peft_type": "LORA", "base_model_name_or_path": "base", "r": 2, "lora_alpha": 4}
+    ).encode()
+
+
 TARGETS: dict[str, Target] = {
     "safetensors": Target(_file("model.safetensors"), lambda: [_safetensors()]),
     "safetensors-header": Target(_header_alone, lambda: [_split_safetensors_header()]),
     "index": Target(_index, lambda: [_index_text()]),
     "config": Target(_config, lambda: [json.dumps(CONFIG).encode()]),
     "gguf": Target(_file("model.gguf"), lambda: [_gguf()]),
+    "npz": Target(_file("model.npz"), lambda: [_npz()]),
+    "npz-member": Target(_npz_member, lambda: [_npy()]),
+    "pickled": Target(_file("pytorch_model.bin"), lambda: [_pickled(True), _pickled(False)]),
+    "pickle": Target(_pickle_alone, lambda: [_data_pkl()]),
+    "onnx": Target(_file("model.onnx"), lambda: [_onnx()]),
 }
 
 
@@ -209,7 +308,7 @@ def run(target: Target, data: bytes, folder: Path, *, watched: bool = True) -> s
     from qkform.errors import QKFormError
 
     for old in folder.iterdir():
-        old.unlink()
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
     path = target.write(folder, data)
     try:
         with watch.over(folder) if watched else nullcontext():
