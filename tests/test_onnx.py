@@ -252,11 +252,8 @@ def with_transpose(w):
     for p in w:
         nodes += [
             helper.make_node("Transpose", [f"{p}.weight"], [f"t{p}"], perm=[1, 0]),
-            helper.make_node(
-                "MatMul", ["x", f"t{p}"], [f"y{p}"], name=f"/{QUERY if p == QUERY else KEY}/MatMul"
-            ),
+            helper.make_node("MatMul", ["x", f"t{p}"], [f"y{p}"], name=node_name(p)),
         ]
-        nodes[-1].name = "/encoder/layer.0/attention/self/" + p.rpartition(".")[2] + "/MatMul"
     return nodes, [array(f"{p}.weight", v) for p, v in w.items()]
 
 
@@ -502,6 +499,33 @@ def test_quantised_weights_are_what_the_graph_multiplies_by(form, tmp_path):
 def _with_config(folder, config=BERT):
     (folder / "config.json").write_text(json.dumps(config))
     return folder / "m.onnx"
+
+
+@pytest.mark.parametrize("straight", [0, 1])
+def test_scales_of_qgemm_belong_to_its_outputs(straight, tmp_path):
+    w = weights(np.random.default_rng(15))[QUERY]
+    q, scale, zero = quantised_per_column(w)
+    tensors = [array("q", q.T if straight else q), array("s", scale), array("z", zero)]
+    node = helper.make_node(
+        "QGemm",
+        ["x", "as", "az", "q", "s", "z"],
+        ["y"],
+        name=node_name(QUERY),
+        domain="com.microsoft",
+        transB=straight,
+    )
+    found = open_onnx(saved(tmp_path / "m.onnx", [node], tensors), BERT).read(f"{QUERY}.weight")
+    expected = (q.T.astype(np.float32) - zero[:, None]) * scale[:, None]
+    assert np.allclose(found, expected)
+    assert np.abs(found - w).max() < 0.05
+
+
+def test_external_data_by_a_way_through_the_parent_is_refused(tmp_path):
+    inside = tmp_path / "model"
+    inside.mkdir()
+    path, _ = external(inside / "m.onnx", "../model/d", data=inside / "d")
+    with pytest.raises(CheckpointError, match="no name of a file beside"):
+        open_onnx(path, BERT).read(f"{QUERY}.weight")
 
 
 @pytest.mark.parametrize("bits", [4, 8])
