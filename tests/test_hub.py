@@ -969,6 +969,10 @@ GOOD = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
         (" {}".encode("utf-16-le"), 14, "starts with"),
         (b"{}", 11, "no tensor"),
         (b'{"a":' * 100_000, 500_008, "nested"),
+        (*whole(GOOD + ',"b":' + GOOD, 8), "overlaps"),  # in all as many bytes as the file has
+        (*whole(GOOD.replace("0,4", "4,8") + ',"b":' + GOOD.replace("0,4", "4,8"), 8), "hole"),
+        (*whole(GOOD, 5), "no tensor"),
+        (*whole(GOOD, 3), "truncated"),
         (*whole('{"dtype":"F4","shape":[3],"data_offsets":[0,1]}', 1), "bits"),
     ],
 )
