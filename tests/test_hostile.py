@@ -261,7 +261,7 @@ def test_a_missing_file_is_refused(tmp_path):
 
 
 def test_a_hub_id_says_how_to_fetch_it(tmp_path):
-    refused("org/model", "hf download org/model", cwd=tmp_path)
+    refused("org/model", "no file or folder named 'org/model'", cwd=tmp_path)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):

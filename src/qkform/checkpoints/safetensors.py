@@ -34,6 +34,7 @@ from qkform.checkpoints.base import (
 from qkform.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
+MAX_SHARDS = 10_000  # the largest models have a few hundred
 
 BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -284,7 +285,11 @@ def parse_index(index: Any, path: Path) -> dict[str, Path]:
                 f"{path} places tensor {name[:200]!r} in {repr(shard)[:200]}: a shard is "
                 "a plain file name in the same folder"
             )
-        places[name] = shards.setdefault(shard, path.parent / shard)
+        if shard not in shards:
+            if len(shards) == MAX_SHARDS:
+                raise CheckpointError(f"{path} spreads its tensors over more than {MAX_SHARDS:,} files")
+            shards[shard] = path.parent / shard
+        places[name] = shards[shard]
     return places
 
 
