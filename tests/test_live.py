@@ -691,6 +691,8 @@ def test_writing_checks_everything_first() -> None:
     good = torch.zeros_like(before)
     with pytest.raises(FormError, match=r"w_k of layers\.0\.self_attn has shape \(1, 2, 3\); expected \(3, "):
         site.write_(w_q=good, w_k=torch.zeros(1, 2, 3))
+    with pytest.raises(FormError, match=r"w_q of layers\.0\.self_attn has shape"):
+        site.write_(w_q=good.transpose(1, 2))
     with pytest.raises(FormError, match="has no b_q"):
         site.write_(w_q=good, b_q=torch.zeros(4, 10))
     assert torch.equal(site.w_q(), before)
