@@ -215,16 +215,28 @@ def test_a_module_of_a_model_scans_alone(name: str, inside: str, path: str) -> N
 
 def test_a_type_without_a_layout_is_read_by_the_models_inside_it() -> None:
     transformers = pytest.importorskip("transformers")
-    truth.quiet()
-    tiny = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 8}
-    tiny |= {"vocab_size": 30, "max_position_embeddings": 16}
-    make = transformers.EncoderDecoderConfig.from_encoder_decoder_configs
-    config = make(transformers.BertConfig(**tiny), transformers.BertConfig(**tiny))
-    (scores,) = qk.scan(transformers.EncoderDecoderModel(config)).models
-    found = {(r["module"], r["mask"], r["attention"]) for r in scores.layers}
-    assert ("encoder.encoder.layer.1.attention.self", "bidirectional", "self") in found
-    assert ("decoder.bert.encoder.layer.1.attention.self", "causal", "self") in found
-    assert ("decoder.bert.encoder.layer.1.crossattention.self", "bidirectional", "cross") in found
+
+    class Config(transformers.PretrainedConfig):
+        model_type = "unheard-of"
+
+    class Outer(transformers.PreTrainedModel):
+        config_class = Config
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.inner = model_of("gpt2")
+            self.pool = torch.nn.MultiheadAttention(12, 3)
+
+    model = Outer(Config())
+    (scores,) = qk.scan(model).models
+    assert [row["module"] for row in scores.layers] == [*(f"inner.h.{i}.attn" for i in range(3)), "pool"]
+    assert scores.model_type == "unheard-of"
+    inner = rows_of(model.inner)
+    assert rows_of(model)[: len(inner)] == inner
+    del model.inner, model.pool
+    model.extra = torch.nn.Linear(3, 3)
+    with pytest.raises(LayoutError, match="no layout for model_type 'unheard-of'"):
+        qk.scan(model)
 
 
 # ---- names in files ----------------------------------------------------------------------------------------
@@ -679,6 +691,8 @@ def test_writing_checks_everything_first() -> None:
     good = torch.zeros_like(before)
     with pytest.raises(FormError, match=r"w_k of layers\.0\.self_attn has shape \(1, 2, 3\); expected \(3, "):
         site.write_(w_q=good, w_k=torch.zeros(1, 2, 3))
+    with pytest.raises(FormError, match=r"w_q of layers\.0\.self_attn has shape"):
+        site.write_(w_q=good.transpose(1, 2))
     with pytest.raises(FormError, match="has no b_q"):
         site.write_(w_q=good, b_q=torch.zeros(4, 10))
     assert torch.equal(site.w_q(), before)

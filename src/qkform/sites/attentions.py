@@ -10,7 +10,9 @@ from typing import Any
 
 from qkform.errors import LayoutError, SourceError
 from qkform.layouts import AttentionLayer, Layout, Manual, Overrides, find_layers
+from qkform.layouts.blocks import blocks_of
 from qkform.layouts.manual import QUERY
+from qkform.layouts.match import place
 from qkform.layouts.rules import families
 from qkform.sites import headwise
 from qkform.sites.live import LiveModel, LiveTensor, config_of, not_a_source
@@ -85,22 +87,21 @@ class Finder:
         config, dot = config_of(part.module), part.prefix
         names = [n for n in self.live.parameters if n.startswith(dot)]
         alive = self.live.plain(names)
-        tensors = alive
         if is_pretrained(part.module):
             shapes = {n.removeprefix(dot): self.live.parameters[n].shape for n in names}
             tensors = {
                 dot + name: LiveTensor(o.shape, replace(o, parameters=tuple(dot + p for p in o.parameters)))
                 for name, o in origins(part.module, shapes).items()
             }
+        else:
+            above = _above(config, (n.removeprefix(dot) for n in names))
+            tensors = {f"{above}{n.removeprefix(dot)}" if above else n: t for n, t in alive.items()}
         try:
             return self._found(tensors, config)
         except LayoutError as error:
             if tensors.keys() != alive.keys():
                 with suppress(LayoutError):
                     return self._found(alive, config)
-            for above in _above(config):
-                with suppress(LayoutError):
-                    return self._found({f"{above}.{n}": t for n, t in tensors.items()}, config)
             parts = [p for name, m in part.module.named_children() for p in split(clean(dot + name), m)]
             with suppress(LayoutError):
                 inside = self._parts(parts)
@@ -239,11 +240,23 @@ def is_pretrained(module: Any) -> bool:
     return base is not None and isinstance(module, base)
 
 
-def _above(config: Mapping[str, Any] | None) -> list[str]:
-    """Where in a model of this family a module of it may stand: its names begin further down."""
-    family = families().get(str((config or {}).get("model_type")))
-    patterns = [rule.module.replace("{layer}", "0").split(".") for rule in family.rules] if family else []
-    return [".".join(p[:i]) for p in patterns for i in range(1, len(p) + 1) if not {"**", "{inner}"} & set(p)]
+def _above(config: Mapping[str, Any] | None, names: Iterable[str]) -> str:
+    """Where in a model of its family a module stands, whose own names begin further down: "encoder.", "" at the top.
+
+    It is the place at which most of its modules fit the patterns of the family.
+    """
+    model_type = str((config or {}).get("model_type"))
+    family = families().get(model_type)
+    patterns = [rule.module for rule in family.rules] if family else []
+    patterns += [block.module for block in blocks_of(model_type)]
+    parts = [pattern.replace("{layer}", "0").replace("{inner}", "0").split(".") for pattern in patterns]
+    above = {".".join(p[:i]) + "." for p in parts for i in range(1, len(p) + 1) if "**" not in p[:i]}
+    modules = {""} | {name[:i] for name in names for i, character in enumerate(name) if character == "."}
+
+    def fits(start: str) -> int:
+        return sum(place(p, f"{start}{m}".rstrip(".")) is not None for p in patterns for m in modules)
+
+    return max(["", *sorted(above)], key=fits)
 
 
 def _takewhile_same(columns: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:

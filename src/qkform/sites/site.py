@@ -231,8 +231,8 @@ def _shares(live: LiveModel, layer: AttentionLayer) -> dict[Side, Share]:
     numbers = _RowNumbers(live, layer)
     try:
         form = replace(layer, read=numbers.read).form
-    except ValueError as error:  # products of row numbers
-        raise LayoutError(f"no single parameter holds Q and K: {error}") from None
+    except ValueError:  # row numbers of two matrices do not multiply
+        raise LayoutError("no single parameter holds Q and K: one of them is a product of matrices") from None
     found: dict[Side, NDArray[Any] | None] = {
         "w_q": form.w_q[:, 0, :],
         "w_k": form.w_k[:, 0, :],
