@@ -70,7 +70,7 @@ def keyed(
     shown = alt.Legend(
         title=None,
         orient="top",
-        columns=2,
+        columns=2 if symbol == "square" else 1,
         symbolType=symbol,
         symbolSize=70 if symbol == "square" else 160,
         symbolOpacity=1,

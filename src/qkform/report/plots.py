@@ -12,7 +12,7 @@ from qkform.differences import DiffTable
 from qkform.errors import RecordError
 from qkform.records import ScoreTable, values, write_whole
 from qkform.report import changes, charts, paths
-from qkform.report.look import INK, Axis, model_colour
+from qkform.report.look import INK, QUIET, Axis, model_colour
 from qkform.report.rows import Group, Points, diff_groups, distinct, groups, shortened, text, whole_score
 from qkform.report.sections import KINDS, both_scores
 from qkform.report.series import UNITS, Entry, entries, labels
@@ -62,14 +62,22 @@ def _write(path: Path, content: bytes) -> None:
 
 def file_name(parts: Sequence[str], taken: set[str]) -> str:
     """A name of [a-z0-9-] from `parts`, each bounded, that is not in `taken`; it is added there."""
-    words = [re.sub(r"[^a-z0-9]+", "-", part.lower())[-_LONGEST:].strip("-") for part in parts]
-    base = "-".join(word for word in words if word)
+    base = "-".join(filter(None, map(_slug, parts)))
     name, n = base, 1
     while name in taken:
         n += 1
         name = f"{base}-{n}"
     taken.add(name)
     return name
+
+
+def _slug(part: str) -> str:
+    """The end of a text, from the beginning of a word on where it is long."""
+    word = re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-")
+    if len(word) <= _LONGEST:
+        return word
+    word = word[-_LONGEST:]
+    return word.partition("-")[2] if "-" in word else word
 
 
 def _score_plots(table: ScoreTable) -> Iterator[tuple[list[str], list[str], Any]]:
@@ -171,6 +179,7 @@ def _with_title(chart: Any, lines: Sequence[str]) -> Any:
         fontSize=15,
         fontWeight=600,
         color=INK,
+        subtitleColor=QUIET,
         offset=12,
     )
     return chart.properties(title=title, background="white", padding=16)

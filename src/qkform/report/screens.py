@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from qkform.differences import DiffTable
+from qkform.differences import DIFF_COLUMNS, DiffTable
 from qkform.records import ModelScores, Row, ScoreTable, median_of, single_heads, values, whole_layers
 from qkform.report.reading import change, decimals, is_number, movement, reading
 from qkform.report.series import UNITS, Entry, entries
@@ -82,24 +82,32 @@ def _series_columns(unit: str, *, cross: bool, width: int, unicode: bool) -> lis
 
     def middle(name: str, line: tuple[int, list[Row]]) -> str:
         found = median_of(whole_layers(line[1]), name)
-        drawn = f" {bar(found, unicode=unicode)}" if width >= 76 else ""
+        drawn = f" {bar(found, unicode=unicode)}" if bars else ""
         return f"{decimals(found):>6}{drawn}"
 
     def span(name: str, line: tuple[int, list[Row]]) -> str:
         found = values(whole_layers(line[1]), name)
         return f"{decimals(min(found))} to {decimals(max(found))}" if found else "–"
 
+    bars = width >= 76
     columns = [Column(unit, "", lambda line: f"{line[0]:,}")]
     if width >= 96:
         columns.append(Column("layers", "", lambda line: str(len(whole_layers(line[1])))))
     if not cross:
         columns.append(Column("symmetry", "", lambda line: middle("symmetry", line), justify="left"))
-        if width >= 60:
+        if width >= 82:
             columns.append(Column("range", "", lambda line: span("symmetry", line)))
         columns.append(
             Column("heads", "", lambda line: decimals(median_of(single_heads(line[1]), "symmetry")))
         )
-    columns.append(Column("directionality", "", lambda line: middle("directionality", line), justify="left"))
+    columns.append(
+        Column(
+            "directionality" if bars else "direction",
+            "",
+            lambda line: middle("directionality", line),
+            justify="left",
+        )
+    )
     if width >= 112:
         columns.append(Column("range", "", lambda line: span("directionality", line)))
     return columns
@@ -150,18 +158,18 @@ def _diff_columns(
     layers: list[Row], heads: dict[str, list[Row]], *, cross: bool, width: int, unicode: bool
 ) -> list[Column]:
     """The columns that fit, with the median over layers as footer."""
-    bars, more = width >= 76, width >= 96
-    middle = {name: median_of(layers, name) for name in layers[0]} if layers else {}
+    bars, more = width >= 92, width >= 120
+    middle = {name: median_of(layers, name) for name, kind in DIFF_COLUMNS.items() if kind is float}
 
     def score(title: str, name: str) -> Column:
-        return Column(title, decimals(middle.get(name)), lambda row: decimals(row[name]))
+        return Column(title, decimals(middle[name]), lambda row: decimals(row[name]))
 
     def changed(title: str, name: str) -> Column:
         def cell(row: Row) -> str:
             drawn = f" {bar(row[name], unicode=unicode)}" if bars else ""
             return f"{signed(row[name]):>6}{drawn}"
 
-        return Column(title, f"{signed(middle.get(name)):>6}", cell, justify="left")
+        return Column(title if bars else title[:9], f"{signed(middle[name]):>6}", cell, justify="left")
 
     def band(row: Row) -> str:
         low, high, found = row["null_low"], row["null_high"], row["symmetry_change"]
@@ -177,8 +185,8 @@ def _diff_columns(
             score("b", "symmetry_b"),
             changed("symmetry", "symmetry_change"),
         ]
-        if width >= 60:
-            columns.append(Column("random", "* outside" if bars else "", band))
+        if width >= 78:
+            columns.append(Column("random", "* outside", band))
         if more:
             columns.append(
                 Column(
@@ -190,7 +198,7 @@ def _diff_columns(
     if more:
         columns.append(changed("directionality", "directionality_change"))
     columns.append(
-        Column("moved", number(middle.get("relative_change")), lambda row: number(row["relative_change"]))
+        Column("moved", number(middle["relative_change"]), lambda row: number(row["relative_change"]))
     )
     if width >= 60:
         columns.append(score("cosine", "cosine"))

@@ -156,7 +156,7 @@ def undefined(group: Group, scores: Sequence[str] = ("symmetry", "directionality
             found.setdefault(
                 f"{lacks.replace('_', ' ')} not defined: {row['reason'] or 'no reason recorded'}", []
             ).append(row)
-    return [f"{why} ({places(rows, len(group.rows))})" for why, rows in found.items()]
+    return [f"{why} ({places(rows, group.rows)})" for why, rows in found.items()]
 
 
 def flagged(group: Group) -> list[str]:
@@ -167,30 +167,31 @@ def flagged(group: Group) -> list[str]:
             if flag:
                 found.setdefault(flag, []).append(row)
     return [
-        f"{flag}: {FLAGS[flag] + ' ' if flag in FLAGS else ''}({places(rows, len(group.rows))})"
+        f"{flag}: {FLAGS[flag] + ' ' if flag in FLAGS else ''}({places(rows, group.rows)})"
         for flag, rows in found.items()
     ]
 
 
-def places(rows: Sequence[Row], of: int) -> str:
+def places(rows: Sequence[Row], every: Sequence[Row]) -> str:
     """Which rows, in words: "layer 3 head 2, layer 5 as a whole", or how many where they are many."""
+    of = len(every)
     if len(rows) == of:
         return f"all {of} rows" if of > 1 else "the only row"
     named = [
         f"layer {row['layer']} "
         + ("as a whole" if row["head"] is None else f"head {row['head']}")
-        + _when(row, rows)
+        + _when(row, every)
         for row in rows[: _LISTED + 1]
     ]
     more = f" and {len(rows) - _LISTED} more of {of} rows" if len(rows) > _LISTED else ""
     return ", ".join(named[:_LISTED]) + more
 
 
-def _when(row: Row, rows: Sequence[Row]) -> str:
-    """ " at step 500" where rows of several models stand together."""
-    if len({other.get("stop") for other in rows}) < 2:
+def _when(row: Row, every: Sequence[Row]) -> str:
+    """ " at step 500" where `every` row is one of several models."""
+    if len({other.get("stop") for other in every}) < 2:
         return ""
-    if len({other["offset"] for other in rows}) > 1:
+    if len({other["offset"] for other in every}) > 1:
         return f" at distance {row['offset']}"
     return f" at step {row['step']}"
 
