@@ -464,6 +464,16 @@ def test_turns_add_up_and_no_distance_is_no_turn(name: str) -> None:
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved"])
+def test_symmetry_of_tied_orthogonal_factors_falls_as_the_mean_cosine(style: str) -> None:
+    w = 3.0 * np.linalg.qr(RNG.normal(size=(9, 6)))[0][None]
+    turns = Rotary(style, tuple(plain(20.0, 6)))  # type: ignore[arg-type]
+    for n in (0, 1, 4, 19):
+        form = BilinearForm(turns.turned(w, n), w)
+        expected = np.mean(np.cos(2 * n * np.array(turns.frequencies)))
+        np.testing.assert_allclose(form.symmetry(), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved"])
 def test_score_of_positions_depends_on_their_distance(style: str) -> None:
     """Brute force: q turned to i, k turned to j, as one complex number for each pair."""
     turns = Rotary(style, tuple(plain(50.0, 6)))  # type: ignore[arg-type]
@@ -838,3 +848,20 @@ def test_command_line_refuses_distances_that_are_none(text: str, tmp_path: Path,
 
     assert main(["scan", str(llama_folder(tmp_path)), f"--offset={text}"]) == 2
     assert "--offset" in capsys.readouterr().err
+
+
+def test_type_of_a_sub_config_decides_where_a_path_points_to_it(tmp_path: Path) -> None:
+    """A text model inside a model type that nobody has listed: found by its names, rotary by its own type."""
+    folder = llama_folder(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name.replace("model.", "language_model.", 1): t for name, t in tensors.items()},
+        folder / "model.safetensors",
+    )
+    text = json.loads((folder / "config.json").read_text()) | {"rope_theta": 33.0}
+    (folder / "config.json").write_text(json.dumps({"model_type": "nobody-knows", "text_config": text}))
+    for layer in qk.layers(folder):
+        assert layer.positions is not None
+        turns = layer.positions.rotary(6, 1)
+        assert turns is not None
+        assert turns.frequencies == pytest.approx(plain(33.0, 6))
