@@ -468,7 +468,7 @@ def test_a_real_sample_opens_and_holds_the_bytes_it_promises(name):
     except SourceError as error:
         pytest.skip(f"{sample.requirement} is not to be had here: {error}")
     checkpoint = open_checkpoint(place, f"sample:{name}")
-    assert checkpoint.format == {"minilm": "safetensors", "smollm2": "gguf"}[name]
+    assert checkpoint.format == FORMATS[name]
     (file,) = {info.file for info in checkpoint.tensors.values()}
     assert file.stat().st_size == sample.nbytes
     assert max(info.offset + info.nbytes for info in checkpoint.tensors.values()) == sample.nbytes

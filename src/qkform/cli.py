@@ -393,7 +393,7 @@ def _print_table(table: ScoreTable | DiffTable, format: str) -> None:
     else:
         from rich.console import Console
 
-        from qkform.report.terminal import renderables
+        from qkform.report.screens import renderables
 
         file = io.StringIO()
         width = max(Console().width, 20)
@@ -406,9 +406,8 @@ def _print_table(table: ScoreTable | DiffTable, format: str) -> None:
             force_terminal=sys.stdout.isatty() and "NO_COLOR" not in os.environ,
         )
         unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-        for model in table.models:
-            for item in renderables(model, width=width, unicode=unicode):
-                console.print(item)
+        for item in renderables(table, width=width, unicode=unicode):
+            console.print(item)
         _out(file.getvalue())
 
 

@@ -74,15 +74,17 @@ def classes(model_type: str, config: Any) -> list[type]:
     return list(dict.fromkeys(c for c in [*found, *own] if isinstance(c, type)))
 
 
+EAGER = {"attn_implementation": "eager"}
+
+
 def build(model_type: str, config: Any) -> Any:
     """The first class that can be built, in double precision, with random weights."""
     quiet()
     tried = []
     for cls in classes(model_type, config):
-        for attention in ("eager", None):
+        for options in ({**EAGER, "experts_implementation": "eager"}, EAGER, {}):
             torch.manual_seed(sum(model_type.encode()))
             try:
-                options = {} if attention is None else {"attn_implementation": attention}
                 with AngleZero():
                     model = cls._from_config(config, **options)
             except Exception as error:

@@ -14,7 +14,7 @@ import torch
 
 import qkform as qk
 from qkform.checkpoints import open_checkpoint
-from qkform.errors import LayoutError, QKFormError
+from qkform.errors import QKFormError
 from qkform.layouts import AttentionLayer
 from tests import truth
 from tests.survey import attentions, build, configs
@@ -39,6 +39,7 @@ class Result:
     reason: str = ""
     step: str = ""  # where it stopped: config, build, feed, save, layout, compare
     built: str = ""  # the class
+    variant: str = ""  # of the small config
     fed: list[str] = field(default_factory=list)
     attentions_seen: int = 0
     found_by_qkform: int = 0
@@ -67,13 +68,7 @@ def examine(model_type: str) -> dict[str, Any]:
 
 
 def _examine(result: Result) -> None:
-    result.step = "config"
-    config = configs.small(result.model_type)
-    result.step = "build"
-    model = build.build(result.model_type, config)
-    result.built = type(model).__name__
-    result.step = "feed"
-    readings = list(runs(model, result))
+    model, readings = _running(result)
     seen = [a for r in readings for a in r.attentions]
     failures = [f for r in readings for f in r.failures]
     result.attentions_seen = len({a.module for a in seen} | {f.module for f in failures})
@@ -82,7 +77,7 @@ def _examine(result: Result) -> None:
         model.save_pretrained(folder)
         result.step = "layout"
         tensors = open_checkpoint(Path(folder))
-        places = _Places({n: np.asarray(tensors.read(n)) for n in tensors.tensors})
+        places = _Places(_matrices(model, Path(folder)))
         result.not_read = [
             {"module": f.module, "reason": f.reason, "q": f.parameters[0], "k": f.parameters[1]}
             for f in failures
@@ -93,11 +88,32 @@ def _examine(result: Result) -> None:
             (scanned,) = qk.scan(folder, signature="none").models
             result.skipped = [dict(s) for s in scanned.skipped]
         except QKFormError as error:
-            result.reason = f"{type(error).__name__}: {str(error)[:300]}"
+            result.reason = f"{type(error).__name__}: {str(error)}".replace(folder, "the file")[:300]
         result.found_by_qkform = len(layers)
         result.step = "compare"
         compare(result, layers, seen, readings, tensors, places)
     classify(result, readings, seen, failures, layers)
+
+
+def _running(result: Result) -> tuple[Any, list[attentions.Reading]]:
+    """The model of the first variant of the config that can be built and run."""
+    errors: list[tuple[int, str, Exception]] = []
+    for variant in configs.VARIANTS:
+        result.step, result.fed = "config", []
+        try:
+            config = configs.small(result.model_type, variant)
+            result.step = "build"
+            model = build.build(result.model_type, config)
+            result.built = type(model).__name__
+            result.step = "feed"
+            readings = list(runs(model, result))
+        except Exception as error:
+            errors.append((("config", "build", "feed").index(result.step), result.step, error))
+            continue
+        result.variant = variant.name
+        return model, readings
+    _, result.step, error = max(errors, key=lambda e: e[0])
+    raise error
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------
@@ -179,7 +195,7 @@ def compare(
         true, calls = truths[hit]
         result.matched += 1
         _check(result, layer, true, calls, readings, checkpoint)
-    for true, calls in left.values():
+    for _, calls in left.values():
         a = calls[0]
         result.not_found.append(
             {
@@ -328,6 +344,16 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 # ---- where weights are in the file ------------------------------------------------------------------------
+
+
+def _matrices(model: Any, folder: Path) -> dict[str, Array]:
+    """Every tensor of floating point in the files, by name."""
+    from safetensors.torch import load_file
+
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update({n: t.double().numpy() for n, t in load_file(file).items() if t.is_floating_point()})
+    return found
 
 
 class _Places:

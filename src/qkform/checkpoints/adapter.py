@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from qkform.errors import CheckpointError, ConfigError, SourceError
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MAX_RANK = 65_536
+MAX_NAME = 1_024  # characters
+MAX_FRONT = 8  # parts of a name that one of the two files may lack
 
 OpenHub = Callable[[str, str | None], Checkpoint]
 """Opens a hub id at a revision (None: the main branch)."""
@@ -180,7 +182,10 @@ def _changes(adapter: Checkpoint, base: Checkpoint, config: Mapping[str, Any], p
     where = path / CONFIG
     modules: dict[str, dict[str, str]] = {}  # module -> part -> name of its tensor
     made: dict[str, Made] = {}
+    names = _Names(base.tensors)
     for name, info in adapter.tensors.items():
+        if len(name) > MAX_NAME:
+            raise CheckpointError(f"{path} has a tensor with a name of {len(name):,} characters")
         plain = name.removeprefix(_ROOT)
         found = _LORA.fullmatch(plain)
         if found is not None and found["last"] == ".bias":
@@ -195,7 +200,7 @@ def _changes(adapter: Checkpoint, base: Checkpoint, config: Mapping[str, Any], p
         elif ".lora_embedding_" in f".{plain}":
             continue  # of a table of tokens: no projection
         else:
-            target = _target(_SAVED.sub("", plain), base)
+            target = names.find(_SAVED.sub("", plain))
             if target is not None:
                 if info.shape != base.tensors[target].shape:
                     raise CheckpointError(
@@ -203,7 +208,7 @@ def _changes(adapter: Checkpoint, base: Checkpoint, config: Mapping[str, Any], p
                     )
                 made[target] = _replaced(adapter, name, info)
     for module, parts in modules.items():
-        target = _target(f"{module}.weight", base) or _target(module, base)
+        target = names.find(f"{module}.weight") or names.find(module)
         if target is None:
             raise CheckpointError(
                 f"{path} changes {module[:200]!r}, and the base {base.source} has no such weight: is it another model?"
@@ -212,16 +217,27 @@ def _changes(adapter: Checkpoint, base: Checkpoint, config: Mapping[str, Any], p
     return made
 
 
-def _target(name: str, base: Checkpoint) -> str | None:
-    """The base's name for a tensor: the same, or one that has more or less in front, if only one has."""
-    if name in base.tensors:
-        return name
-    parts = name.split(".")
-    for start in range(1, min(len(parts) - 1, 8)):
-        if (shorter := ".".join(parts[start:])) in base.tensors:
-            return shorter
-    longer = [other for other in base.tensors if other.endswith(f".{name}")]
-    return longer[0] if len(longer) == 1 else None
+class _Names:
+    """The base's names, found also by their ends: files leave out, or add, what stands in front."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = set(names)
+        self._by_end: dict[str, list[str]] = {}
+        for name in self._names:
+            parts = name[-MAX_NAME:].split(".")
+            for start in range(1, min(len(parts) - 1, MAX_FRONT)):
+                self._by_end.setdefault(".".join(parts[start:]), []).append(name)
+
+    def find(self, name: str) -> str | None:
+        """The base's name for a tensor: the same, or one with more or less in front, if only one is such."""
+        if name in self._names:
+            return name
+        parts = name.split(".")
+        for start in range(1, min(len(parts) - 1, MAX_FRONT)):
+            if (shorter := ".".join(parts[start:])) in self._names:
+                return shorter
+        longer = self._by_end.get(name, [])
+        return longer[0] if len(longer) == 1 else None
 
 
 def _replaced(adapter: Checkpoint, name: str, info: TensorInfo) -> Made:
@@ -249,7 +265,8 @@ def _merged(
     turned = _is_turned(info.shape, out_in, _flag(config, "fan_in_fan_out", where))
     if turned is None:
         raise CheckpointError(
-            f"{what} changes {out_in[1]} inputs to {out_in[0]} outputs, and the base's {target!r} has shape {info.shape}"
+            f"{what} changes {out_in[1]} inputs to {out_in[0]} outputs, and the base's {target!r} "
+            f"has shape {info.shape}"
         )
     rank = a[0]  # what rank_pattern says is what was saved
     alpha = _alpha(config, module, where)
@@ -264,7 +281,7 @@ def _merged(
         whole = turned and magnitude is not None  # a length runs over all inputs, which are the rows here
         taken = None if whole else rows
         weight = base.read(target, taken)
-        kind = np.float64 if weight.dtype == np.float64 else np.float32
+        kind: Any = np.float64 if weight.dtype == np.float64 else np.float32
         weight = weight.astype(kind)
         low = adapter.read(parts["lora_A"]).astype(kind)  # (r, in)
         high = adapter.read(parts["lora_B"], None if turned else taken).astype(kind)  # (out, r)

@@ -5,7 +5,8 @@ Wrapper prefixes, quantised weights and adapters all end here, so that layouts n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +26,6 @@ class Made:
     info: TensorInfo
     needs: Callable[[int | None], Sequence[Need]]
     read: Callable[[int | None], Array]
-    stored: Callable[[int | None], Array] | None = None  # its codes, where it has some
 
 
 def refused(info: TensorInfo, message: str) -> Made:
@@ -37,44 +37,76 @@ def refused(info: TensorInfo, message: str) -> Made:
     return Made(info, lambda rows: [], read)
 
 
-class Derived:
-    """`base` without the tensors in `hidden`, and with those in `made`."""
+class _Names(Mapping[str, TensorInfo]):
+    """The tensors of a derived checkpoint. A remote one reads a header when a tensor of it is looked at, not before."""
 
-    def __init__(self, base: Checkpoint, made: Mapping[str, Made], hidden: Iterable[str] = ()) -> None:
-        self.base, self._made = base, made
+    def __init__(
+        self,
+        below: Mapping[str, TensorInfo],
+        made: Mapping[str, Made],
+        renamed: Mapping[str, str],
+        hidden: AbstractSet[str],
+    ) -> None:
+        self._below, self._made, self._renamed, self._hidden = below, made, renamed, hidden
+        kept = (name for name in below if name not in hidden)
+        self._order = dict.fromkeys([*kept, *renamed, *made])
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        if name in self._made:
+            return self._made[name].info
+        if name not in self._order:
+            raise KeyError(name)
+        return self._below[self._renamed.get(name, name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._order)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._order
+
+
+class Derived:
+    """`base` without the tensors in `hidden`, with those in `made`, and `renamed`: new name -> the base's."""
+
+    def __init__(
+        self,
+        base: Checkpoint,
+        made: Mapping[str, Made],
+        hidden: Iterable[str] = (),
+        renamed: Mapping[str, str] | None = None,
+    ) -> None:
+        self.base, self._made, self._renamed = base, made, renamed or {}
         self.source, self.format = base.source, base.format
         self.config: Mapping[str, Any] | None = base.config
         self.config_path: Path | None = base.config_path
-        gone = set(hidden)
-        kept = {name: info for name, info in base.tensors.items() if name not in gone}
-        self.tensors: Mapping[str, TensorInfo] = kept | {name: made[name].info for name in made}
+        gone = {*hidden, *self._renamed.values()}
+        self.tensors: Mapping[str, TensorInfo] = _Names(base.tensors, made, self._renamed, gone)
+        self.revision: str | None = base.revision
 
     @property
     def bytes_read(self) -> int:
         return self.base.bytes_read
-
-    @property
-    def revision(self) -> str | None:
-        return self.base.revision
 
     def plan(self, needs: Sequence[Need]) -> None:
         """The same in the names of what is stored."""
         below: dict[Need, None] = {}
         for name, rows in needs:
             made = self._made.get(name)
-            below.update(dict.fromkeys([(name, rows)] if made is None else made.needs(rows)))
+            here = [(self._renamed.get(name, name), rows)] if made is None else made.needs(rows)
+            below.update(dict.fromkeys(here))
         self.base.plan(list(below))
 
     def read(self, name: str, rows: int | None = None) -> Array:
         made = self._made.get(name)
-        return self.base.read(name, rows) if made is None else made.read(rows)
+        return self.base.read(self._renamed.get(name, name), rows) if made is None else made.read(rows)
 
     def stored(self, name: str, rows: int | None = None) -> Array:
-        """Codes and scales as they are stored; CheckpointError for a format that has none."""
+        """Codes and scales as they are stored; what is computed, as it is read."""
         made = self._made.get(name)
-        if made is None:
-            return codes(self.base, name, rows)
-        return made.read(rows) if made.stored is None else made.stored(rows)
+        return codes(self.base, self._renamed.get(name, name), rows) if made is None else made.read(rows)
 
 
 def codes(checkpoint: Checkpoint, name: str, rows: int | None = None) -> Array:

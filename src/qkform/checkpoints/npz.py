@@ -7,7 +7,7 @@ Source: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
 from __future__ import annotations
 
 import math
-import warnings
+import re
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -27,6 +27,10 @@ MAX_HEADERS_BYTES = 64 * 2**20  # of all arrays together
 MAX_PACKED_BYTES = 2**26  # an array above this that packs more than MAX_RATIO times is a bomb
 MAX_RATIO = 20  # random weights pack to nine tenths, 16-bit ones stored as 32 to a half
 _CHUNK = 2**20
+_HEADER = re.compile(  # what numpy and everyone after it writes, records (a list for the type) included
+    r"\{'descr': (?:'(?P<descr>[<>|=]?[a-zA-Z][0-9]{0,9})(?:\[[a-zA-Z0-9]{1,9}\])?'|\[[^\n]*\]), "
+    r"'fortran_order': (?P<order>True|False), 'shape': \((?P<shape>[0-9L, ]*)\),? ?\} *\n?"
+)
 _WORDS = {word: name for name, word in {**FLOATS, **CODES}.items() if word[0] == "<"}
 
 
@@ -148,42 +152,33 @@ def _header(path: Path, info: zipfile.ZipInfo, reader: ByteReader) -> _Array:
 
 
 def _parsed(text: bytes, start: int, info: zipfile.ZipInfo, where: str) -> _Array:
-    import ast
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in a hostile header
-            header = ast.literal_eval(text.decode("latin1").strip())
-        shape, kind, fortran = header["shape"], header["descr"], header["fortran_order"]
-    except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError):
-        raise CheckpointError(f"{where} has no header that numpy would write") from None
-    good = (
-        isinstance(shape, tuple)
-        and len(shape) <= MAX_DIMS
-        and all(type(n) is int and 0 <= n < 2**63 for n in shape)
-    )
-    if not good or type(fortran) is not bool:
-        raise CheckpointError(f"{where} has the shape {str(shape)[:80]}")
-    if not isinstance(kind, str):
+    found = _HEADER.fullmatch(text.decode("latin1"))
+    if found is None:
+        raise CheckpointError(f"{where} has no header that numpy would write: {text[:80]!r}")
+    sides = [side.strip().removesuffix("L") for side in found["shape"].split(",")]
+    sides = sides[:-1] if sides[-1] == "" else sides
+    if len(sides) > MAX_DIMS or not all(side.isdigit() and len(side) < 19 for side in sides):
+        raise CheckpointError(f"{where} has the shape ({found['shape'][:80]})")
+    shape = tuple(int(side) for side in sides)
+    kind = found["descr"]
+    if kind is None:
         return _Array(shape, "of records", 0, start)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of types that numpy is about to give up
-            dtype = np.dtype(kind[:40])
-    except (TypeError, ValueError, SyntaxError, OverflowError):
-        raise CheckpointError(f"{where} has the type {kind[:40]!r}, which numpy does not know") from None
+        dtype = np.dtype(kind)
+    except (TypeError, ValueError):
+        raise CheckpointError(f"{where} has the type {kind!r}, which numpy does not know") from None
     if dtype.hasobject:  # a pickle lies behind it, and stays there
         return _Array(shape, "of Python objects", 0, start)
     nbytes = math.prod(shape) * dtype.itemsize
     if start + nbytes != info.file_size:
         raise CheckpointError(
-            f"{where} of shape {str(shape)[:80]} and type {kind[:40]} takes {nbytes:,} bytes, and the archive "
+            f"{where} of shape {str(shape)[:80]} and type {kind} takes {nbytes:,} bytes, and the archive "
             f"holds {max(info.file_size - start, 0):,}: truncated or damaged"
         )
     little = dtype.newbyteorder("<").str
     word = _WORDS.get(little.replace("|", "<"), f"of type {dtype.str}")
     array = _Array(shape, word, nbytes, start)
-    array.fortran = fortran and len(shape) > 1
+    array.fortran = found["order"] == "True" and len(shape) > 1
     array.swapped = dtype.str[0] == ">"
     return array
 

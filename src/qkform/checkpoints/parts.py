@@ -28,7 +28,7 @@ class Parts:
         return self.checkpoint.tensors.get(self.name(last))
 
     def present(self, *lasts: str) -> list[str]:
-        return [self.name(last) for last in lasts if self.info(last) is not None]
+        return [self.name(last) for last in lasts if self.name(last) in self.checkpoint.tensors]
 
     def quant_state(self) -> str | None:
         """The name of the tensor in which bitsandbytes keeps how 4-bit codes are to be read."""

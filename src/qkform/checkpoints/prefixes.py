@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 
 from qkform.checkpoints.base import Checkpoint, Need, TensorInfo
-from qkform.checkpoints.derived import Array, Derived, Made, codes, refused
+from qkform.checkpoints.derived import Array, Derived, Made, refused
 
 # Each is a part of a path that its wrapper's attribute adds; none is the name of a module that models have.
 WRAPPERS = frozenset(
@@ -36,13 +36,8 @@ def plain_names(checkpoint: Checkpoint) -> Checkpoint:
     names = _unwrapped(checkpoint.tensors, WRAPPERS | {_DATA_PARALLEL}) or _unwrapped(
         checkpoint.tensors, WRAPPERS
     )
-    made = {
-        new: _renamed(checkpoint, name, checkpoint.tensors[name])
-        for name, new in names.items()
-        if new != name
-    }
-    hidden = [name for name, new in names.items() if new != name]
-    view: Checkpoint = Derived(checkpoint, made, hidden) if made else checkpoint
+    renamed = {new: name for name, new in names.items() if new != name}
+    view: Checkpoint = Derived(checkpoint, {}, renamed=renamed) if renamed else checkpoint
     return _without_parametrizations(view)
 
 
@@ -58,15 +53,6 @@ def _unwrapped(names: Iterable[str], wrappers: AbstractSet[str]) -> dict[str, st
     return new if len(set(new.values())) == len(new) else {}
 
 
-def _renamed(checkpoint: Checkpoint, name: str, info: TensorInfo) -> Made:
-    return Made(
-        info,
-        lambda rows: [(name, rows)],
-        lambda rows: checkpoint.read(name, rows),
-        lambda rows: codes(checkpoint, name, rows),
-    )
-
-
 def _without_parametrizations(checkpoint: Checkpoint) -> Checkpoint:
     """`X.parametrizations.weight.original*` and `X.weight_g`, `X.weight_v` as `X.weight`."""
     groups: dict[str, dict[str, str]] = {}
@@ -76,21 +62,23 @@ def _without_parametrizations(checkpoint: Checkpoint) -> Checkpoint:
             rest = found["rest"]
             groups.setdefault(found["path"] + found["name"], {})[_ORIGINALS.get(rest, rest)] = name
     made: dict[str, Made] = {}
+    renamed: dict[str, str] = {}
     hidden: list[str] = []
     for target, parts in groups.items():
         if target in checkpoint.tensors or set(parts) in ({"g"}, {"v"}):
             continue
+        if set(parts) == {""}:
+            renamed[target] = parts[""]
+            continue
         hidden += parts.values()
         made[target] = _parametrized(checkpoint, target, parts)
-    return Derived(checkpoint, made, hidden) if made else checkpoint
+    return Derived(checkpoint, made, hidden, renamed) if made or renamed else checkpoint
 
 
 def _parametrized(checkpoint: Checkpoint, target: str, parts: Mapping[str, str]) -> Made:
     """The weight that the stored parts make, or its refusal."""
     tensors = checkpoint.tensors
     first = tensors[parts.get("") or parts.get("v") or next(iter(parts.values()))]
-    if set(parts) == {""}:
-        return _renamed(checkpoint, parts[""], first)
     if set(parts) == {"g", "v"} and len(first.shape) == 2:
         gain, direction = parts["g"], parts["v"]
         sides = tuple(tensors[gain].shape)

@@ -20,7 +20,8 @@ from qkform.checkpoints.packed import awq, bitsandbytes_4bit, compressed_tensors
 from qkform.checkpoints.parts import Parts
 
 FP8 = ("F8_E4M3", "F8_E5M2")
-_MARKS = {  # the last part of a name that only one way of storing has
+_SCALES = ("weight_scale", "weight_scale_inv", "SCB")
+_BESIDE = {  # what lies beside the codes and is no weight of its own
     "qweight": ("scales", "qzeros", "g_idx"),
     "weight_packed": (
         "weight_scale",
@@ -29,9 +30,8 @@ _MARKS = {  # the last part of a name that only one way of storing has
         "weight_g_idx",
         "weight_global_scale",
     ),
-    "SCB": ("weight_format",),
+    "weight": (*_SCALES, "weight_format", "weight_zero_point"),
 }
-_BESIDE = ("input_scale", "input_scale_inv", "activation_scale", "input_scale_ub", "act_scale", "bias")
 
 
 def dequantised(checkpoint: Checkpoint) -> Checkpoint:
@@ -42,24 +42,25 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
     config = _settings(checkpoint.config)
     made: dict[str, Made] = {}
     hidden: list[str] = []
-    for name, info in checkpoint.tensors.items():
+    for name in checkpoint.tensors:  # by names alone where nothing is quantised: remote headers stay unread
         path, _, last = name.rpartition(".")
+        if last not in ("qweight", "weight_packed", "weight"):
+            continue
         parts = Parts(checkpoint, path, config)
         if last == "qweight":
-            reader = awq if _is_awq(parts) else gptq
-            made[parts.name("weight")] = reader(parts)
-            hidden += parts.present("qweight", *_MARKS["qweight"])
+            made[parts.name("weight")] = (awq if _is_awq(parts) else gptq)(parts)
+            hidden += parts.present("qweight", *_BESIDE["qweight"])
         elif last == "weight_packed":
             made[parts.name("weight")] = compressed_tensors(parts)
-            hidden += parts.present("weight_packed", *_MARKS["weight_packed"])
-        elif last == "weight" and info.dtype == "U8" and parts.quant_state() is not None:
+            hidden += parts.present("weight_packed", *_BESIDE["weight_packed"])
+        elif parts.quant_state() is not None and checkpoint.tensors[name].dtype == "U8":
             made[name] = bitsandbytes_4bit(parts)
-            hidden += [name, *parts.under("weight")]
-        elif last == "weight" and info.dtype in (*FP8, "I8"):
-            found = _scaled(parts, name, info)
+            hidden += parts.under("weight")
+        elif parts.present(*_SCALES) and checkpoint.tensors[name].dtype in (*FP8, "I8"):
+            found = _scaled(parts, name, checkpoint.tensors[name])
             if found is not None:
                 made[name] = found
-                hidden += [name, *parts.present("weight_scale", "weight_scale_inv", "SCB", "weight_format")]
+                hidden += parts.present(*_BESIDE["weight"])
     return Derived(checkpoint, made, hidden) if made else checkpoint
 
 

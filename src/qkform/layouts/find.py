@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from qkform.errors import ConfigError, LayoutError
-from qkform.layouts.blocks import Block, block_of, blocks_of
 from qkform.layouts.choose import choose, named_type, nothing_known
+from qkform.layouts.facts import Block, block_of, blocks_of, without_attention
 from qkform.layouts.geometry import Geometry, Overrides, Scope, geometry
 from qkform.layouts.latent import Latent, latents, split
 from qkform.layouts.latent import layers as latent_layers
@@ -36,6 +36,17 @@ QK_NORMS = (
     "key_layernorm",
     "norm_q",
     "norm_k",
+)
+
+
+CONVOLUTIONS = (
+    "q_conv1d",
+    "k_conv1d",
+    "q_conv",
+    "k_conv",
+    "k_sconv",
+    "q_sconv",
+    "convolution_projection_query",
 )
 
 
@@ -77,6 +88,10 @@ def find_layers(
     )
     named = rule is None and not arch
     layers, skipped = finder.find(named)
+    if not layers and (instead := without_attention(model_type)):
+        raise LayoutError(
+            f"{source}: {model_type} has no softmax attention, so it has no query-key form: {instead}"
+        )
     if not layers and family is None:
         reasons = [f"{s['module'][-200:]}: {s['reason']}" for s in finder.unproved]
         raise nothing_known(model_type, tensors, reasons, source=source, where=where)
@@ -135,7 +150,7 @@ class _Finder:
         for block in blocks_of(self.family.model_type):
             if block.skip:
                 self._skip(block.module, block.skip)
-            elif block.found_by_itself:
+            elif block.names_tensors:
                 rule = block.rule(self.family.model_type)
                 for q_name, at in places(rule, self.tensors):
                     yield from self._proved(rule, q_name, at, block)
@@ -168,7 +183,12 @@ class _Finder:
         scope = Scope(self.config, rule, self.where, self.arch)
         norm, norm_kind = self._norm(rule, scope, found.place)
         flags = () if block else ("by_names",)
-        facts: dict[str, Any] = {"mask": _mask(rule, scope), "norm": norm, "norm_kind": norm_kind, "flags": flags}
+        facts: dict[str, Any] = {
+            "mask": _mask(rule, scope),
+            "norm": norm,
+            "norm_kind": norm_kind,
+            "flags": flags,
+        }
         part = self._part_of(found.place.module)
         facts["positions"] = self._positions(rule.family, scope, found.place.layer, part)
         facts["norm_bias"] = f"{norm}.bias" if norm and f"{norm}.bias" in self.tensors else None
@@ -176,14 +196,21 @@ class _Finder:
 
     def _proved(self, rule: Rule, q_name: str, at: Place, block: Block | None) -> Iterator[AttentionLayer]:
         """The layer of a rule that does not say which part of the config counts, if shapes prove one."""
-        k_name = f"{at.module}.{rule.k_tensor}".removeprefix(".")
+        k_name = f"{self._keys_from(rule, at).module}.{rule.k_tensor}".removeprefix(".")
         if q_name in self.seen or k_name not in self.tensors:
+            return
+        other = self._no_softmax(at.module)
+        if other:
+            self.seen |= {q_name, k_name}
+            self.skipped.append({"module": at.module, "reason": other})
             return
         try:
             shapes = [_matrix(n, self.tensors[n].shape, rule.transposed) for n in (q_name, k_name)]
             q = Projection(*shapes[0], rule.order if rule.fused else rule.q_order)
             k = Projection(*shapes[1], rule.order if rule.fused else rule.kv_order if rule.kv_fused else "")
-            solved = solve(self.parts, self.overrides, at.module, q, k, block.keys if block else None)
+            solved = solve(
+                self.parts, self.overrides, at.module, q, k, block.keys if block else None, rule.any_width
+            )
         except ConfigError as error:
             solved = str(error)
         if isinstance(solved, str):
@@ -197,7 +224,6 @@ class _Finder:
             kv_heads=(f"={solved.n_kv_heads}",),
             head_dim=(f"={solved.d_head}",),
             d_model=(),
-            layers=(),
             attention="cross" if q.inputs != k.inputs else rule.attention,
             qk_norm=rule.qk_norm or QK_NORMS,
         )
@@ -215,12 +241,33 @@ class _Finder:
         config = scope.config if part is None else part
         return positions(family, self.arch, config, scope.where, layer, self.tensors)
 
+    def _keys_from(self, rule: Rule, at: Place) -> Place:
+        """Where the keys of a layer are: in another one, if the last layers share the keys of those before them."""
+        if not rule.kv_shared:
+            return at
+        path = path_words(at.module)
+        counting = [p for p in self.parts if p.value((rule.kv_shared,), ())]
+        part = next((p for p in counting if p.points_to(path)), next(iter(counting), None))
+        if part is None:
+            return at
+        shared, layers = part.value((rule.kv_shared,), ()), part.value(rule.layers, ())
+        kinds = part.values.get("layer_types")
+        first = (layers or 0) - (shared or 0)
+        if at.layer < first or not isinstance(kinds, list) or not at.layer < len(kinds) <= 100_000:
+            return at
+        same = [i for i in range(max(first, 0)) if kinds[i] == kinds[at.layer]]
+        if not same:
+            return at
+        rest = at.module.removeprefix(at.component).lstrip(".").partition(".")[2]
+        return Place(f"{at.component}.{same[-1]}.{rest}".strip("."), at.component, same[-1])
+
     def _layer(
         self, rule: Rule, q_name: str, at: Place, part: Mapping[str, Any] | None = None
     ) -> AttentionLayer | None:
         module = at.module
         dot = "." if module else ""
-        k_name = f"{module}{dot}{rule.k_tensor}"
+        keys_at = self._keys_from(rule, at)
+        k_name = f"{keys_at.module}{dot}{rule.k_tensor}"
         self.seen |= {q_name, k_name}
         if k_name not in self.tensors:
             self.skipped.append({"module": module, "reason": f"has {rule.q_tensor} but no {rule.k_tensor}"})
@@ -257,7 +304,7 @@ class _Finder:
             n_kv_heads=size.n_kv_heads,
             d_model=q_shape[1],
             d_head=size.d_head,
-            flags=("qk_norm",) if qk_norms else (),
+            flags=(*(("qk_norm",) if qk_norms else ()), *(("shared_k",) if keys_at is not at else ())),
             norm=norm,
             norm_kind=norm_kind,
             q=Stored(q_name, q_bias, q_part, rule.transposed, bias_parts[0]),
@@ -340,8 +387,17 @@ class _Finder:
 
     def _skip(self, pattern: str, reason: str) -> None:
         for module, names in sorted(modules_of(pattern, self.tensors).items()):
+            if not self.seen.issuperset(names):
+                self.skipped.append({"module": module, "reason": reason})
             self.seen.update(names)
-            self.skipped.append({"module": module, "reason": reason})
+
+    def _no_softmax(self, module: str) -> str | None:
+        """Why a module with queries and keys has no form between tokens, as what stands beside them shows."""
+        if any(f"{module}.{name}" in self.tensors for name in ("A_log", "dt_bias", "query_decay")):
+            return "linear attention: no softmax over scores"
+        if any(f"{module}.{name}" in self.paths for name in CONVOLUTIONS):
+            return "a convolution stands between the projection and the score"
+        return None
 
     @cached_property
     def parts(self) -> list[ConfigPart]:

@@ -118,6 +118,12 @@ def arrows(
     return finished(chart, data(rows, held_as), words, width, height)
 
 
+def both_ends(rows: Iterable[Row]) -> bool:
+    """Whether any row has both scores in both checkpoints."""
+    ends = ("symmetry_a", "symmetry_b", "directionality_a", "directionality_b")
+    return any(all(row[end] is not None for end in ends) for row in rows)
+
+
 def _rounded_up(value: float) -> float:
     """The next number of the form 1, 2 or 5 times a power of ten."""
     ten = 10.0 ** math.floor(math.log10(value))

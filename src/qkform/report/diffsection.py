@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,7 @@ from qkform.records import Row, values
 from qkform.report import changes, words
 from qkform.report.reading import change
 from qkform.report.rows import Group, diff_groups, distinct, text, whole_score
-
-Packed = Callable[..., dict[str, Any]]
+from qkform.report.sections import Packed
 
 
 class DiffSection:
@@ -104,7 +103,6 @@ class DiffSection:
         }
 
     def _arrows(self, group: Group, name: str) -> dict[str, Any] | None:
-        ends = ("symmetry_a", "symmetry_b", "directionality_a", "directionality_b")
-        if not any(all(row[end] is not None for end in ends) for row in group.rows):
+        if not changes.both_ends(group.rows):
             return None
         return self._packed(changes.arrows(group.rows, width="container", held_as="rows"), name)

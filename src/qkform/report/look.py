@@ -60,16 +60,24 @@ def steady(rows: Sequence[Row], column: str) -> dict[str, list[int]]:
     return {"domain": sorted({row[column] for row in rows if row[column] is not None})}
 
 
-def keyed(marks: alt.Chart, name: str, colours: Mapping[str, str]) -> alt.Chart:
+def keyed(
+    marks: alt.Chart, name: str, colours: Mapping[str, str], *, symbol: str = "square", legend: bool = True
+) -> alt.Chart:
     """The marks in the colour of `name`, one of our own words, and a legend of all `colours`."""
     import altair as alt
 
     scale = alt.Scale(domain=list(colours), range=list(colours.values()))
-    legend = alt.Legend(
-        title=None, orient="top", columns=2, symbolType="square", symbolSize=70, symbolOpacity=1
+    shown = alt.Legend(
+        title=None,
+        orient="top",
+        columns=2,
+        symbolType=symbol,
+        symbolSize=70 if symbol == "square" else 160,
+        symbolOpacity=1,
+        **({} if symbol == "square" else {"symbolStrokeWidth": 3}),
     )
     marks = marks.transform_calculate(mark=f"'{name}'")
-    return marks.encode(color=alt.Color("mark:N", scale=scale, legend=legend))
+    return marks.encode(color=alt.Color("mark:N", scale=scale, legend=shown if legend else None))
 
 
 def dots(rows: Sequence[Row]) -> alt.OverlayMarkDef:

@@ -37,6 +37,11 @@ Over = Literal["step", "offset"]
 _MEDIAN = "median of layers"
 _ACROSS = {"step": "training step", "offset": "relative distance i − j"}
 _NAMES = {"step": "step", "offset": "distance"}
+# d3's own SI format gives all ticks the prefix of the largest: 0k, 0k, 1k, 16k
+_SHORT = (
+    "datum.value >= 1e6 ? format(datum.value / 1e6, '~g') + 'M' : "
+    "datum.value >= 1e4 ? format(datum.value / 1e3, '~g') + 'k' : format(datum.value, ',')"
+)
 _EARLY = 0.2  # half of the steps lie in this part of the axis: a linear one would squeeze them
 
 
@@ -58,7 +63,7 @@ def path(
 
     rows = points(rows)
     stops = sorted({row[over] for row in rows if row[over] is not None})
-    x = alt.X(f"{over}:Q", title=_ACROSS[over], scale=_scale(stops, over), axis=_axis(stops, over))
+    x = _across(over, stops, over)
     scale = alt.Scale(
         domain=list(axis_domain([row for row in rows if row["head"] is None], axis)), nice=False
     )
@@ -74,16 +79,16 @@ def path(
     depth = _depth(rows)
     lines = lines.encode(y=y(f"{axis}:Q"), color=depth, detail=["module:N", "layer:N"], order="stop:Q")
     dots = known.mark_circle(size=16 if len(stops) <= 60 else 6, opacity=0.9)
-    dots = dots.encode(y=y(f"{axis}:Q"), color=depth, tooltip=tooltip(_fields(over)))
+    dots = dots.encode(y=y(f"{axis}:Q"), color=_depth(rows, legend=False), tooltip=tooltip(_fields(over)))
     middle = known.transform_aggregate(middle=f"median({axis})", groupby=[over, "stop"])
-    middle = keyed(middle.mark_line(strokeWidth=2.5, clip=True), _MEDIAN, keys)
+    middle = keyed(middle.mark_line(strokeWidth=2.5, clip=True), _MEDIAN, keys, symbol="stroke")
     middle = middle.encode(y=y("middle:Q"), order="stop:Q")
-    parts = [_zero(y), _now(x, now), lines, dots, middle]
+    parts = [_zero(y), _now(stops, over), lines, dots, middle]
     if axis == "symmetry":
         band = whole.transform_filter("isValid(datum.null_low)").transform_aggregate(
             low="min(null_low)", high="max(null_high)", groupby=[over]
         )
-        band = keyed(band.mark_area(opacity=0.55, line=False), RANDOM, keys)
+        band = keyed(band.mark_area(opacity=0.55, line=False), RANDOM, keys, legend=False)
         parts.insert(0, band.encode(y=y("low:Q"), y2="high:Q"))
     chart = alt.layer(*parts).resolve_scale(color="independent").add_params(*_params(now))
     words = f"{axis} of every layer over {_ACROSS[over]}, a line per layer, and the median of layers."
@@ -148,26 +153,25 @@ def _axis(stops: Sequence[int], over: Over) -> alt.Axis:
     import altair as alt
 
     more: dict[str, Any] = {"values": list(stops)} if spacing(stops, over) == "log" else {"tickCount": 6}
-    form = (
-        "~s"
-        if over == "step" and max(stops, default=0) >= 10_000
-        else ",~r"
-        if not more.get("values")
-        else ","
-    )
     return alt.Axis(
-        format=form, labelAngle=0, labelOverlap="greedy", labelSeparation=8, domain=False, grid=False, **more
+        labelExpr=_SHORT,
+        labelAngle=0,
+        labelOverlap="greedy",
+        labelSeparation=8,
+        domain=False,
+        grid=False,
+        **more,
     )
 
 
-def _depth(rows: Sequence[Row]) -> alt.Color:
+def _depth(rows: Sequence[Row], *, legend: bool = True) -> alt.Color:
     """The colour of a line: how deep its layer lies."""
     import altair as alt
 
     layers = sorted({row["layer"] for row in rows if row["layer"] is not None}) or [0]
     first, last = layers[0], max(layers[-1], layers[0] + 1)
     domain = [first + (last - first) * i / (len(DEPTH) - 1) for i in range(len(DEPTH))]
-    legend = alt.Legend(
+    shown = alt.Legend(
         title="layer",
         orient="top",
         gradientLength=110,
@@ -178,7 +182,7 @@ def _depth(rows: Sequence[Row]) -> alt.Color:
     return alt.Color(
         "layer:Q",
         scale=alt.Scale(domain=domain, range=list(DEPTH), interpolate="rgb"),
-        legend=legend if len(layers) > 1 else None,
+        legend=shown if legend and len(layers) > 1 else None,
     )
 
 
@@ -188,14 +192,19 @@ def _zero(y: Any) -> alt.Chart:
     return alt.Chart(alt.InlineData(values=[{"at": 0}])).mark_rule(color=UNDEFINED).encode(y=y("at:Q"))
 
 
-def _now(x: alt.X, now: int | None) -> alt.Chart:
+def _across(field: str, stops: Sequence[int], over: Over) -> alt.X:
+    import altair as alt
+
+    return alt.X(f"{field}:Q", title=_ACROSS[over], scale=_scale(stops, over), axis=_axis(stops, over))
+
+
+def _now(stops: Sequence[int], over: Over) -> alt.Chart:
     """A line at the value that the page shows; none where there is none."""
     import altair as alt
 
-    base = alt.Chart(alt.InlineData(values=[{"at": 0}])).transform_calculate(now="now")
-    base = base.transform_filter("isValid(datum.now)")
-    place = alt.X("now:Q", title=x.title, scale=x.scale, axis=x.axis)
-    return base.mark_rule(color=QUIET, strokeDash=[3, 3]).encode(x=place)
+    base = alt.Chart(alt.InlineData(values=[{"at": 0}])).transform_calculate(shown="now")
+    base = base.transform_filter("isValid(datum.shown)")
+    return base.mark_rule(color=QUIET, strokeDash=[3, 3]).encode(x=_across("shown", stops, over))
 
 
 def _params(now: int | None, now_stop: int | None = None) -> list[Any]:
