@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import qkform as qk
@@ -464,6 +466,16 @@ def test_turns_add_up_and_no_distance_is_no_turn(name: str) -> None:
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved"])
+def test_symmetry_of_tied_orthogonal_factors_falls_as_the_mean_cosine(style: str) -> None:
+    w = 3.0 * np.linalg.qr(RNG.normal(size=(9, 6)))[0][None]
+    turns = Rotary(style, tuple(plain(20.0, 6)))  # type: ignore[arg-type]
+    for n in (0, 1, 4, 19):
+        form = BilinearForm(turns.turned(w, n), w)
+        expected = np.mean(np.cos(2 * n * np.array(turns.frequencies)))
+        np.testing.assert_allclose(form.symmetry(), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved"])
 def test_score_of_positions_depends_on_their_distance(style: str) -> None:
     """Brute force: q turned to i, k turned to j, as one complex number for each pair."""
     turns = Rotary(style, tuple(plain(50.0, 6)))  # type: ignore[arg-type]
@@ -838,3 +850,105 @@ def test_command_line_refuses_distances_that_are_none(text: str, tmp_path: Path,
 
     assert main(["scan", str(llama_folder(tmp_path)), f"--offset={text}"]) == 2
     assert "--offset" in capsys.readouterr().err
+
+
+def test_type_of_a_sub_config_decides_where_a_path_points_to_it(tmp_path: Path) -> None:
+    """A text model inside a model type that nobody has listed: found by its names, rotary by its own type."""
+    folder = llama_folder(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name.replace("model.", "language_model.", 1): t for name, t in tensors.items()},
+        folder / "model.safetensors",
+    )
+    text = json.loads((folder / "config.json").read_text()) | {"rope_theta": 33.0}
+    (folder / "config.json").write_text(json.dumps({"model_type": "nobody-knows", "text_config": text}))
+    for layer in qk.layers(folder):
+        assert layer.positions is not None
+        turns = layer.positions.rotary(6, 1)
+        assert turns is not None
+        assert turns.frequencies == pytest.approx(plain(33.0, 6))
+
+
+_VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-3, 40),
+        st.sampled_from([10**400, -(10**20), 64, 4096]),
+        st.floats(),
+        st.sampled_from(
+            ["default", "linear", "llama3", "yarn", "longrope", "dynamic", "sliding_attention", "x"]
+        ),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(
+            st.sampled_from(["full_attention", "sliding_attention", "rope_type", "factor"]), inner
+        ),
+    ),
+)
+_KEYS = [
+    "rope_theta",
+    "rope_parameters",
+    "rope_scaling",
+    "layer_types",
+    "no_rope_layers",
+    "no_rope_layer_interval",
+    "rotary_dim",
+    "alibi",
+    "qk_rope_head_dim",
+    "partial_rotary_factor",
+    "rotary_pct",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "sliding_window_pattern",
+    "global_attn_every_n_layers",
+    "rope_interleave",
+    "local_rope_theta",
+]
+_PARAMETERS = [
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+    "low_freq_factor",
+    "high_freq_factor",
+    "short_factor",
+    "long_factor",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+]
+
+
+@settings(max_examples=300)
+@given(
+    kind=st.sampled_from([k for s in ("half", "interleaved") for k in _data()[s]]),
+    config=st.dictionaries(st.sampled_from(_KEYS), _VALUES, max_size=5),
+    parameters=st.none() | st.dictionaries(st.sampled_from(_PARAMETERS), _VALUES, max_size=6),
+    gguf=st.dictionaries(
+        st.sampled_from(
+            [f"rope.{k}" for k in ("dimension_count", "freq_base", "scaling.type", "scaling.factor")]
+        ),
+        _VALUES,
+    ),
+    distance=st.integers(-(2**31), 2**31),
+)
+def test_no_config_crashes_the_rotation(
+    kind: str, config: dict[str, Any], parameters: dict[str, Any] | None, gguf: dict[str, Any], distance: int
+) -> None:
+    config |= {f"{kind.removeprefix('gguf:')}.{key}": value for key, value in gguf.items()}
+    config |= {} if parameters is None else {"rope_parameters": parameters}
+    try:
+        turns = Positions((kind,), config, "config.json", 1).rotary(8, distance)
+    except (ConfigError, LayoutError):
+        return
+    if turns is not None:
+        assert turns.dims >= 2
+        assert turns.start + turns.dims <= 8
+        assert np.all(np.isfinite(turns.turned(np.ones((1, 2, 8)), distance)))
