@@ -441,11 +441,18 @@ def test_parts_that_do_not_make_one_model_are_refused(case, tmp_path):
         opened(parts_of(tmp_path, **changes)[0])
 
 
-@pytest.mark.parametrize("count", [pair("split.count", 8, text("three")), pair("split.count", 11, b"\xff" * 8),
-                                   pair("split.count", 10, b"\xff" * 8), pair("split.count", 6, b"\0" * 4)])  # fmt: skip
+NO_COUNTS = {
+    "a word": (8, text("three")),
+    "negative": (11, b"\xff" * 8),
+    "huge": (10, b"\xff" * 8),
+    "a fraction": (6, b"\0" * 4),
+}
+
+
+@pytest.mark.parametrize("count", NO_COUNTS)
 def test_a_count_of_parts_that_is_none_is_refused(count, written):
     with pytest.raises(CheckpointError, match=r"split\.count"):
-        opened(written(file_bytes([count])))
+        opened(written(file_bytes([pair("split.count", *NO_COUNTS[count])])))
 
 
 W = entry("w", (8,))
