@@ -26,7 +26,17 @@ ARROWS = {
     "sites": {"layouts", "form", "errors"},
     "report": {"records", "differences", "errors", "cache"},
     "differ": {"differences", "errors", "form", "layouts", "records", "scanner"},
-    "cli": {"errors", "records", "scanner", "differ", "report", "samples", "cache"},
+    "cli": {
+        "errors",
+        "records",
+        "differences",
+        "scanner",
+        "differ",
+        "report",
+        "samples",
+        "cache",
+        "checkpoints",
+    },
     "__main__": {"cli"},
     "__init__": {"errors", "form", "layouts", "records", "report", "scanner"},
 }

@@ -15,6 +15,7 @@ import numpy as np
 
 from qkform import __version__
 from qkform.checkpoints import Checkpoint, open_checkpoint
+from qkform.checkpoints.hub_names import hub_name
 from qkform.errors import ConfigError, QKFormError, SourceError
 from qkform.form import BilinearForm
 from qkform.layouts import AttentionLayer, Layout, Manual, Overrides, find_layers
@@ -251,19 +252,19 @@ def _open(source: Source, options: Options) -> Checkpoint | LiveModel:
     name = os.fspath(source)
     if not name:
         raise SourceError("the source is empty; name a file, a folder, a hub id or sample:minilm")
-    if name.startswith("sample:"):
-        from qkform import samples
-
-        return open_checkpoint(samples.fetch(name.removeprefix("sample:")), source=name)
-    from qkform.checkpoints.hub_names import hub_name
-
-    hub = hub_name(name)
+    hub = hub_name(name) if isinstance(source, str) else None
     if hub is not None and (hub.explicit or not os.path.lexists(name)):
         from qkform.checkpoints.hub import open_hub
 
         return open_hub(
             name, revision=options.revision, token=options.token, download=options.download, source=name
         )
+    if options.revision:
+        raise ConfigError(f"{name[:200]!r} is no hub id, so it has no revision {options.revision[:80]!r}")
+    if name.startswith("sample:"):
+        from qkform import samples
+
+        return open_checkpoint(samples.fetch(name.removeprefix("sample:")), source=name)
     try:
         return open_checkpoint(Path(name).expanduser(), source=name)
     except RuntimeError as error:  # no such user, or no home

@@ -86,7 +86,14 @@ def read(model: torch.nn.Module, forward: Forward) -> Reading:
     reading = Reading(softmaxes=len(first.softmaxes), first=first)
     if not first.softmaxes:
         return reading
-    wanted = {t[1] for s in first.softmaxes for p in s.products for side in p.sources for t in side if t[0] == "proj"}
+    wanted = {
+        t[1]
+        for s in first.softmaxes
+        for p in s.products
+        for side in p.sources
+        for t in side
+        if t[0] == "proj"
+    }
     norms = {n.module for n in first.norms if any(t[0] == "proj" and t[1] in wanted for t in n.tags)}
     norms -= {n.module for n in first.norms if _is_outside(n, first, wanted)}
     options = {"without_norms": frozenset(norms), "skip_normalize": frozenset(first.normalized & wanted)}
@@ -108,10 +115,14 @@ def read(model: torch.nn.Module, forward: Forward) -> Reading:
 
         return replacement
 
-    zeros, ones, codes = (_run(model, forward, replace=fill(k), **options) for k in ("zeros", "ones", "codes"))
+    zeros, ones, codes = (
+        _run(model, forward, replace=fill(k), **options) for k in ("zeros", "ones", "codes")
+    )
     counts = {len(t.softmaxes) for t in (first, plain, zeros, ones, codes)}
     if len(counts) > 1:
-        reading.failures.append(Failure("", f"the passes differ in the number of softmaxes: {sorted(counts)}"))
+        reading.failures.append(
+            Failure("", f"the passes differ in the number of softmaxes: {sorted(counts)}")
+        )
         return reading
     decoder = _Decoder(plain, bases, total)
     for i, softmax in enumerate(first.softmaxes):
@@ -127,7 +138,17 @@ def read(model: torch.nn.Module, forward: Forward) -> Reading:
                 found = candidate
         if found is None:
             names = tuple(
-                tuple(sorted({n for p in softmax.products for t in p.sources[side] if t[0] == "proj" for n in t[1][1]}))
+                tuple(
+                    sorted(
+                        {
+                            n
+                            for p in softmax.products
+                            for t in p.sources[side]
+                            if t[0] == "proj"
+                            for n in t[1][1]
+                        }
+                    )
+                )
                 for side in (0, 1)
             )
             reason = "; ".join(dict.fromkeys(problems)) or "no product"
@@ -203,7 +224,9 @@ class _Decoder:
             bool(np.abs(zeros).max() > 0),
         )
 
-    def attention(self, softmax: Softmax, passes: Sequence[Product], first: Trace, norms: set[str]) -> Attention:
+    def attention(
+        self, softmax: Softmax, passes: Sequence[Product], first: Trace, norms: set[str]
+    ) -> Attention:
         q = self.side([p.left for p in passes])
         k = self.side([p.right for p in passes])
         sides = []
@@ -214,7 +237,9 @@ class _Decoder:
                 raise NotRead(f"the {name} are put together from several projections: {parts}")
             sides.append(self.projections[used.pop()])
         d = q[0].shape[-1]
-        q_tuples, k_tuples = (np.broadcast_to(s[2], s[2].shape).reshape(-1, s[2].shape[-2], d) for s in (q, k))
+        q_tuples, k_tuples = (
+            np.broadcast_to(s[2], s[2].shape).reshape(-1, s[2].shape[-2], d) for s in (q, k)
+        )
         pairs: dict[tuple[int, ...], tuple[int, ...]] = {}
         if len(q_tuples) != len(k_tuples):
             raise NotRead(f"operands of {len(q_tuples)} and {len(k_tuples)} matrices")
@@ -256,7 +281,12 @@ def _mask(softmax: Softmax, q_tokens: Array, k_tokens: Array) -> str:
     p = softmax.probabilities.detach().numpy()
     t, s = q_tokens.shape[-2], k_tokens.shape[-2]
     lead = int(np.prod(q_tokens.shape[:-2]))
-    if softmax.dim not in (-1, p.ndim - 1) or p.shape[-2] != t or p.shape[-1] < s or p.size // t // p.shape[-1] != lead:
+    if (
+        softmax.dim not in (-1, p.ndim - 1)
+        or p.shape[-2] != t
+        or p.shape[-1] < s
+        or p.size // t // p.shape[-1] != lead
+    ):
         return "unknown"
     p = p.reshape(lead, t, -1)[..., :s]
     later = k_tokens.reshape(lead, s, -1)[:, None, :, 0] > q_tokens.reshape(lead, t, -1)[:, :, None, 0]

@@ -47,7 +47,11 @@ def classes(model_type: str, config: Any) -> list[type]:
     from transformers.models.auto import modeling_auto
 
     names: list[str] = []
-    mappings = ["MODEL_MAPPING_NAMES", "MODEL_FOR_CONDITIONAL_GENERATION_MAPPING_NAMES", "MODEL_FOR_PRETRAINING_MAPPING_NAMES"]
+    mappings = [
+        "MODEL_MAPPING_NAMES",
+        "MODEL_FOR_CONDITIONAL_GENERATION_MAPPING_NAMES",
+        "MODEL_FOR_PRETRAINING_MAPPING_NAMES",
+    ]
     mappings += [n for n in dir(modeling_auto) if n.endswith("MAPPING_NAMES") and n not in mappings]
     for mapping in mappings:
         value = getattr(modeling_auto, mapping, {}).get(model_type, ())
@@ -70,15 +74,17 @@ def classes(model_type: str, config: Any) -> list[type]:
     return list(dict.fromkeys(c for c in [*found, *own] if isinstance(c, type)))
 
 
+EAGER = {"attn_implementation": "eager"}
+
+
 def build(model_type: str, config: Any) -> Any:
     """The first class that can be built, in double precision, with random weights."""
     quiet()
     tried = []
     for cls in classes(model_type, config):
-        for attention in ("eager", None):
+        for options in ({**EAGER, "experts_implementation": "eager"}, EAGER, {}):
             torch.manual_seed(sum(model_type.encode()))
             try:
-                options = {} if attention is None else {"attn_implementation": attention}
                 with AngleZero():
                     model = cls._from_config(config, **options)
             except Exception as error:
@@ -143,7 +149,9 @@ def _first(config: Any, *names: str, default: Any = None) -> Any:
 
 def _image(config: Any) -> tuple[int, int, int]:
     size = _first(config, "image_size", "img_size", "input_size", default=64)
-    height, width = (size, size) if isinstance(size, int) else (size[-2], size[-1]) if len(size) > 1 else (size[0],) * 2
+    height, width = (
+        (size, size) if isinstance(size, int) else (size[-2], size[-1]) if len(size) > 1 else (size[0],) * 2
+    )
     return _first(config, "num_channels", "in_channels", "in_chans", default=3), height, width
 
 
@@ -161,7 +169,16 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
     text = {"input_ids": ids(vocabulary=vocabulary)}
     decoder = {"decoder_input_ids": ids(9, vocabulary)} if "decoder_input_ids" in takes else {}
     pixels = {"pixel_values": noise(BATCH, channels, height, across)}
-    mels = _first(config, "num_mel_bins", "feature_size", "n_mels", "input_feat_per_channel", "input_dim", "num_mel_bands", default=80)
+    mels = _first(
+        config,
+        "num_mel_bins",
+        "feature_size",
+        "n_mels",
+        "input_feat_per_channel",
+        "input_dim",
+        "num_mel_bands",
+        default=80,
+    )
     mels = mels if isinstance(mels, int) else 80
     frames = _first(config, "max_source_positions", default=64)
     sounds = [
@@ -178,7 +195,10 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
         for s in sounds:
             options.append({**text, **s})
     if main == "pixel_values" or "pixel_values" in takes:
-        options += [{**pixels, **decoder}, {"pixel_values": noise(BATCH, 4, channels, height, across), **decoder}]
+        options += [
+            {**pixels, **decoder},
+            {"pixel_values": noise(BATCH, 4, channels, height, across), **decoder},
+        ]
         options.append({**pixels, **text})
     if "input_features" in takes:
         options += [{**s, **decoder} for s in sounds]

@@ -14,7 +14,7 @@ import torch
 
 import qkform as qk
 from qkform.checkpoints import open_checkpoint
-from qkform.errors import LayoutError, QKFormError
+from qkform.errors import QKFormError
 from qkform.layouts import AttentionLayer
 from tests import truth
 from tests.survey import attentions, build, configs
@@ -22,7 +22,12 @@ from tests.survey.trace import NormCall, Trace
 
 Array = np.ndarray[Any, Any]
 
-VERIFIED, SCANNED, NO_SOFTMAX, NOT_YET = "verified", "scanned, not verifiable", "no softmax attention", "not yet"
+VERIFIED, SCANNED, NO_SOFTMAX, NOT_YET = (
+    "verified",
+    "scanned, not verifiable",
+    "no softmax attention",
+    "not yet",
+)
 
 
 @dataclass
@@ -34,6 +39,7 @@ class Result:
     reason: str = ""
     step: str = ""  # where it stopped: config, build, feed, save, layout, compare
     built: str = ""  # the class
+    variant: str = ""  # of the small config
     fed: list[str] = field(default_factory=list)
     attentions_seen: int = 0
     found_by_qkform: int = 0
@@ -41,7 +47,9 @@ class Result:
     components: list[dict[str, Any]] = field(default_factory=list)
     not_found: list[dict[str, Any]] = field(default_factory=list)  # seen in the model, unknown to qkform
     not_seen: list[str] = field(default_factory=list)  # known to qkform, not reached
-    not_read: list[dict[str, Any]] = field(default_factory=list)  # softmaxes whose operands have no plain source
+    not_read: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # softmaxes whose operands have no plain source
     skipped: list[dict[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -60,13 +68,7 @@ def examine(model_type: str) -> dict[str, Any]:
 
 
 def _examine(result: Result) -> None:
-    result.step = "config"
-    config = configs.small(result.model_type)
-    result.step = "build"
-    model = build.build(result.model_type, config)
-    result.built = type(model).__name__
-    result.step = "feed"
-    readings = list(runs(model, result))
+    model, readings = _running(result)
     seen = [a for r in readings for a in r.attentions]
     failures = [f for r in readings for f in r.failures]
     result.attentions_seen = len({a.module for a in seen} | {f.module for f in failures})
@@ -75,9 +77,10 @@ def _examine(result: Result) -> None:
         model.save_pretrained(folder)
         result.step = "layout"
         tensors = open_checkpoint(Path(folder))
-        places = _Places({n: np.asarray(tensors.read(n)) for n in tensors.tensors})
+        places = _Places(_matrices(model, Path(folder)))
         result.not_read = [
-            {"module": f.module, "reason": f.reason, "q": f.parameters[0], "k": f.parameters[1]} for f in failures
+            {"module": f.module, "reason": f.reason, "q": f.parameters[0], "k": f.parameters[1]}
+            for f in failures
         ]
         layers: list[AttentionLayer] = []
         try:
@@ -85,11 +88,32 @@ def _examine(result: Result) -> None:
             (scanned,) = qk.scan(folder, signature="none").models
             result.skipped = [dict(s) for s in scanned.skipped]
         except QKFormError as error:
-            result.reason = f"{type(error).__name__}: {str(error)[:300]}"
+            result.reason = f"{type(error).__name__}: {str(error)}".replace(folder, "the file")[:300]
         result.found_by_qkform = len(layers)
         result.step = "compare"
         compare(result, layers, seen, readings, tensors, places)
     classify(result, readings, seen, failures, layers)
+
+
+def _running(result: Result) -> tuple[Any, list[attentions.Reading]]:
+    """The model of the first variant of the config that can be built and run."""
+    errors: list[tuple[int, str, Exception]] = []
+    for variant in configs.VARIANTS:
+        result.step, result.fed = "config", []
+        try:
+            config = configs.small(result.model_type, variant)
+            result.step = "build"
+            model = build.build(result.model_type, config)
+            result.built = type(model).__name__
+            result.step = "feed"
+            readings = list(runs(model, result))
+        except Exception as error:
+            errors.append((("config", "build", "feed").index(result.step), result.step, error))
+            continue
+        result.variant = variant.name
+        return model, readings
+    _, result.step, error = max(errors, key=lambda e: e[0])
+    raise error
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------
@@ -136,7 +160,9 @@ def _run(part: Any, errors: list[str], path: str) -> attentions.Reading | None:
             with torch.no_grad():
                 call()
         except Exception as error:
-            errors.append(f"{path or 'model'}({', '.join(inputs)}): {type(error).__name__}: {str(error)[:150]}")
+            errors.append(
+                f"{path or 'model'}({', '.join(inputs)}): {type(error).__name__}: {str(error)[:150]}"
+            )
             continue
         return attentions.read(part, call)
     return None
@@ -169,12 +195,20 @@ def compare(
         true, calls = truths[hit]
         result.matched += 1
         _check(result, layer, true, calls, readings, checkpoint)
-    for true, calls in left.values():
+    for _, calls in left.values():
         a = calls[0]
         result.not_found.append(
-            {"module": a.module, "attention": a.attention, "mask": a.mask, "heads": a.matrix.shape[0],
-             "kv_heads": len(a.k.rows), "qk_norm": a.normed, "terms": a.terms,
-             "q": places.describe(a.q), "k": places.describe(a.k)}
+            {
+                "module": a.module,
+                "attention": a.attention,
+                "mask": a.mask,
+                "heads": a.matrix.shape[0],
+                "kv_heads": len(a.k.rows),
+                "qk_norm": a.normed,
+                "terms": a.terms,
+                "q": places.describe(a.q),
+                "k": places.describe(a.k),
+            }
         )
 
 
@@ -233,10 +267,23 @@ def _check(
         else:
             result.unnoticed.append(f"{layer.module}: {mutant}")
     result.components.append(
-        {"component": layer.component, "module": layer.module, "attention": layer.attention, "mask": layer.mask,
-         "q": layer.q.weight, "k": layer.k.weight, "part": layer.q.part, "transposed": layer.q.transposed,
-         "heads": layer.n_heads, "kv_heads": layer.n_kv_heads, "norm": layer.norm, "norm_kind": layer.norm_kind,
-         "flags": list(layer.flags), "terms": calls[0].terms, "offset": calls[0].q.offset or calls[0].k.offset}
+        {
+            "component": layer.component,
+            "module": layer.module,
+            "attention": layer.attention,
+            "mask": layer.mask,
+            "q": layer.q.weight,
+            "k": layer.k.weight,
+            "part": layer.q.part,
+            "transposed": layer.q.transposed,
+            "heads": layer.n_heads,
+            "kv_heads": layer.n_kv_heads,
+            "norm": layer.norm,
+            "norm_kind": layer.norm_kind,
+            "flags": list(layer.flags),
+            "terms": calls[0].terms,
+            "offset": calls[0].q.offset or calls[0].k.offset,
+        }
     )
 
 
@@ -262,14 +309,20 @@ def norm_problem(
     gain = np.asarray(checkpoint.read(name))
     modules = dict(first.model.named_modules())
     made: list[NormCall] = [
-        n for n in first.norms if isinstance(w := getattr(modules[n.module], "weight", None), torch.Tensor)
-        and w.shape == gain.shape and bool(np.array_equal(w.detach().numpy(), gain))
+        n
+        for n in first.norms
+        if isinstance(w := getattr(modules[n.module], "weight", None), torch.Tensor)
+        and w.shape == gain.shape
+        and bool(np.array_equal(w.detach().numpy(), gain))
     ]
     feeding = [n for n in made if _equal(n.y, x)]
     if not feeding:
         return f"the output of {layer.norm} is not what the attention reads"
     norm = modules[feeding[0].module]
-    eps = next((getattr(norm, n) for n in ("eps", "variance_epsilon", "epsilon", "norm_eps") if hasattr(norm, n)), 1e-6)
+    eps = next(
+        (getattr(norm, n) for n in ("eps", "variance_epsilon", "epsilon", "norm_eps") if hasattr(norm, n)),
+        1e-6,
+    )
     given = feeding[0].x.detach().numpy()
     centred = given - given.mean(-1, keepdims=True) if layer.norm_kind == "layer" else given
     expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + (eps or 0.0))
@@ -291,6 +344,16 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 # ---- where weights are in the file ------------------------------------------------------------------------
+
+
+def _matrices(model: Any, folder: Path) -> dict[str, Array]:
+    """Every tensor of floating point in the files, by name."""
+    from safetensors.torch import load_file
+
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update({n: t.double().numpy() for n, t in load_file(file).items() if t.is_floating_point()})
+    return found
 
 
 class _Places:
@@ -342,7 +405,11 @@ def classify(
     open_failures = [f for f in failures if not listed(f.module)]
     open_seen = [a for a in result.not_found if not listed(a["module"])]
     if not any(r.softmaxes for r in readings) and not layers:
-        result.status, result.reason, result.step = NO_SOFTMAX, "no product reaches a softmax in its forward", ""
+        result.status, result.reason, result.step = (
+            NO_SOFTMAX,
+            "no product reaches a softmax in its forward",
+            "",
+        )
     elif result.problems or result.unnoticed:
         result.reason = "; ".join([*result.problems, *(f"not noticed: {u}" for u in result.unnoticed)])[:600]
     elif not layers:

@@ -34,6 +34,7 @@ def _serve(pipe: Connection) -> None:
     from tests.survey import verify
 
     torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)  # what a forward pass makes on the way is in double precision too
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY + (8 << 30),) * 2)
     while (model_type := pipe.recv()) is not None:
         pipe.send(verify.examine(model_type))
@@ -107,7 +108,13 @@ def _code(worker: _Worker) -> int | None:
 
 
 def _lost(worker: _Worker, reason: str) -> dict[str, Any]:
-    return {"model_type": worker.model_type, "status": "not yet", "reason": reason, "step": "run", "lost": True}
+    return {
+        "model_type": worker.model_type,
+        "status": "not yet",
+        "reason": reason,
+        "step": "run",
+        "lost": True,
+    }
 
 
 Progress = Callable[[dict[str, Any]], None]

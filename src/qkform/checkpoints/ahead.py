@@ -25,6 +25,7 @@ Range = tuple[Path, int, int]  # file, first byte, bytes
 
 AHEAD_BYTES = 256 * 2**20  # fetched and not yet read; a larger tensor is fetched alone
 KEPT_BYTES = 256 * 2**20  # of tensors that several layers read, so that they are fetched once
+SMALL_BYTES, SMALL_IN_ALL = 2**17, 2**23  # biases: read once for queries and once for keys
 WINDOW_BYTES = 64 * 2**20  # ranges so near each other in the reading order may share a request
 REQUEST_BYTES = 8 * 2**20  # a longer range is cut, and its parts fetched side by side
 PARALLEL = 8
@@ -105,6 +106,7 @@ class AheadReader:
         self._place: dict[Range, Piece] = {}
         self._uses: Counter[Range] = Counter()
         self._kept: dict[Range, NDArray[np.uint8]] = {}
+        self._small: dict[Range, NDArray[np.uint8]] = {}
         self._held = 0  # bytes of started pieces that are not read to the end
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads = 0
@@ -129,8 +131,8 @@ class AheadReader:
         if not nbytes:
             return np.empty(0, np.uint8)
         item = (path, offset, nbytes)
-        if item in self._kept:
-            out = self._kept[item]
+        if item in self._kept or item in self._small:
+            out = self._kept[item] if item in self._kept else self._small[item]
             self._keep(item, out)
             return out
         piece = self._place.pop(item, None)
@@ -176,7 +178,11 @@ class AheadReader:
             raise faults[0]
 
     def _keep(self, item: Range, out: NDArray[np.uint8]) -> None:
-        """Hold on to bytes that the plan asks for again."""
+        """Hold on to bytes that the plan asks for again, and for a while to those of small tensors."""
+        if out.nbytes <= SMALL_BYTES:
+            if sum(a.nbytes for a in self._small.values()) > SMALL_IN_ALL:
+                self._small.clear()
+            self._small[item] = out
         self._uses[item] -= 1
         if self._uses[item] <= 0:
             self._kept.pop(item, None)

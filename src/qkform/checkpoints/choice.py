@@ -56,7 +56,7 @@ def choose(sizes: Mapping[str, int | None], name: Named, commit: str) -> Ranges 
         return _one_file(name.path, sizes, folder)
     folder = name.path
     names = _names_in(folder, sizes)
-    if not names and not any(file.startswith(f"{folder}/") for file in sizes):
+    if folder and not any(file.startswith(f"{folder}/") for file in sizes):
         raise SourceError(f"{where} has no file or folder {folder[:200]!r}{_some(_weights(sizes), name)}")
     found = _safetensors(names, sizes, folder, where, name) or _other(names, sizes, folder, where, name)
     if found is not None:

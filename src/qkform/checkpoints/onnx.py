@@ -7,8 +7,8 @@ for is taken from the file or from the external data beside it. int8 weights com
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -226,7 +226,7 @@ def _inside(model: Path, location: str, what: str) -> Path:
         raise CheckpointError(
             f"{what} has its data in {short!r}, which is no name of a file beside the model"
         )
-    if parts[0] == "/" or windows.drive or windows.root:
+    if location.startswith("/") or windows.drive or windows.root:
         raise CheckpointError(f"{what} has its data in {short!r}, outside the model's folder; never read")
     try:
         folders = {model.parent.resolve(), model.resolve().parent}
@@ -257,7 +257,8 @@ def _dtype(word: str) -> np.dtype[Any]:
         import ml_dtypes
 
         names = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-        return np.dtype(getattr(ml_dtypes, names[word]))
+        packed: np.dtype[Any] = np.dtype(getattr(ml_dtypes, names[word]))
+        return packed
     if word == "BOOL":
         return np.dtype(np.uint8)
     if word in ("U4", "I4"):

@@ -108,11 +108,10 @@ def _bidirectional(values: Values, small: Small) -> bool:
         made = values.made_by.get(node.inputs[0]) if node.inputs else None
         if made is None or made.op not in ("Add", "Where", "MatMul", "Mul", "Div"):
             return False
-        if made.op in ("Add", "Where"):
-            for name in made.inputs:
-                scores = _scores(name, values)
-                if not scores and not _without_order(name, values, small, seen):
-                    return False
+        names = made.inputs if made.op in ("Add", "Where") else node.inputs[:1]
+        for name in names:
+            if not _scores(name, values) and not _without_order(name, values, small, seen):
+                return False
     return True
 
 
@@ -124,7 +123,8 @@ def _scores(name: str, values: Values) -> bool:
             return False
         if node.op == "MatMul":
             return True
-        if node.op not in ("Mul", "Div") or not node.inputs:
+        by = values.constant(node.inputs[1]) if node.op in ("Mul", "Div") and len(node.inputs) == 2 else None
+        if by is None or math.prod(by.dims) != 1:
             return False
         name = node.inputs[0]
     return False

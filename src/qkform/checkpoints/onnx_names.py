@@ -9,7 +9,6 @@ different tensors claim is given to neither.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from qkform.checkpoints.onnx_weights import FLOATS, Values, Weight, all_values

@@ -95,7 +95,7 @@ class Values:
             made = values.maker(name)
             if made is None or made[0].op != "Identity" or not made[0].inputs:
                 return None
-            (node, values), name = made, made[0].inputs[0]
+            values, name = made[1], made[0].inputs[0]
         return None
 
     def weight(self, name: str, steps: int = MAX_STEPS) -> Weight | None:

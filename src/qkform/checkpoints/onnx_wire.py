@@ -20,8 +20,8 @@ from typing import BinaryIO
 from qkform.checkpoints.base import ByteReader, opening, refuse_pointer
 from qkform.errors import CheckpointError
 
-MAX_FIELDS = 4_000_000  # of all messages; a merged decoder of 32 layers has some 300,000
-MAX_NODES = 250_000  # a large decoder has 20,000
+MAX_FIELDS = 2_000_000  # of all messages; a merged decoder of 32 layers has some 300,000
+MAX_NODES = 100_000  # a large decoder has 20,000
 MAX_TENSORS = 250_000
 MAX_TEXT_BYTES = 100_000_000  # of names and attributes kept, all together
 MAX_NAME_BYTES = 4_096
@@ -169,6 +169,9 @@ class _Walk:
         if self._at + 10 > len(self._buffer):
             self._fill(10)
         buffer, at = self._buffer, self._at
+        if at < len(buffer) and buffer[at] < 128 and self._start + at < end:  # most numbers are one byte
+            self._at = at + 1
+            return buffer[at]
         limit = min(len(buffer), end - self._start, at + 10)
         value = shift = 0
         while at < limit:

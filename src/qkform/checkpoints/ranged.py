@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,8 @@ class Headers:
 
     def _header(self, file: Path) -> dict[str, TensorInfo]:
         if file in self._local:
-            return read_header(self._local[file], ByteReader())
+            header = read_header(self._local[file], ByteReader())
+            return {name: replace(info, file=file) for name, info in header.items()}
         target = self.targets[file]
         if target.size is not None and target.size < 8:
             header_length(b"", target.size, file)

@@ -26,7 +26,6 @@ MAX_ASKED_SECONDS = (
 )
 TRICKLE_SECONDS, TRICKLE_RATE = 30.0, 10_000  # an attempt may take so long, and a second per so many bytes
 MAX_SKIPPED = 64 * 2**20  # of a server that ignores ranges, so many bytes are read to reach a tensor
-CHUNK = 2**18
 
 _CONTENT_RANGE = re.compile(r"\s*bytes\s+(\d{1,19})-(\d{1,19})/(\d{1,19}|\*)\s*", re.IGNORECASE)
 _FINAL = ("TooManyRedirects", "UnsupportedProtocol", "LocalProtocolError", "DecodingError", "InvalidURL")
@@ -121,17 +120,20 @@ class Web:
                         )
                     size = told if told is not None else size
                     for part in self._parts(response, skip):
+                        if filled == len(out):
+                            break  # more than was asked for
                         part = part[: len(out) - filled]
                         out[filled : filled + len(part)] = part
                         filled += len(part)
                         self.count(len(part))
-                        if filled == len(out):
-                            break
+                        if filled == len(out) and response.status_code == 200:
+                            break  # otherwise read to the end of the answer: its connection serves again
                 if filled < len(out):
                     raise Passing("the connection was cut")
             except Passing as fault:
-                failures = failures + 1 if filled - before < ENOUGH else 1
-                self._pause(failures, fault, target)
+                if filled < len(out):
+                    failures = failures + 1 if filled - before < ENOUGH else 1
+                    self._pause(failures, fault, target)
         return size
 
     def count(self, nbytes: int) -> None:
@@ -209,7 +211,9 @@ class Web:
     def _parts(self, response: Any, skip: int = 0) -> Iterator[memoryview]:
         """The body after its first `skip` bytes, in pieces; Passing for a trickle."""
         started, got = time.monotonic(), 0
-        for part in response.iter_raw(CHUNK):
+        for (
+            part
+        ) in response.iter_raw():  # as they arrive: with a size, what a cut leaves unfilled would be lost
             before = min(max(skip - got, 0), len(part))
             got += len(part)
             self.count(before)

@@ -87,6 +87,8 @@ def _by_names(tensors: Mapping[str, HasShape]) -> Family | None:
     widest = max(readings, key=len, default=frozenset())
     if not readings or any(not reading <= widest for reading in readings):
         return None
+    if len({tensor for tensor, *_ in widest}) < len(widest):  # one family with several orders, and no config
+        return None
     rules = tuple(
         replace(r, mask="unknown", causal_if="", bidirectional_if="", norm_kind="unknown", norm="")
         for r in readings[widest]

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from qkform.errors import ConfigError, LayoutError
-from qkform.layouts.blocks import Block, block_of, blocks_of
 from qkform.layouts.choose import choose, named_type, nothing_known
+from qkform.layouts.facts import Block, block_of, blocks_of, without_attention
 from qkform.layouts.geometry import Geometry, Overrides, Scope, geometry
 from qkform.layouts.latent import Latent, latents, split
 from qkform.layouts.latent import layers as latent_layers
@@ -19,10 +19,10 @@ from qkform.layouts.manual import QUERY, Manual, candidates
 from qkform.layouts.match import MAX_NAME, HasShape, Place, modules_of, place, places
 from qkform.layouts.naming import is_cross, pairs
 from qkform.layouts.order import WHOLE
-from qkform.layouts.rotary import positions, qk_norm_kind
+from qkform.layouts.rotary import Positions, positions, qk_norm_kind
 from qkform.layouts.rules import Family, Note, Rule, bias_of
 from qkform.layouts.scopes import Candidate as ConfigPart
-from qkform.layouts.scopes import Projection, solve
+from qkform.layouts.scopes import Projection, path_words, solve
 from qkform.layouts.scopes import candidates as config_parts
 from qkform.layouts.transform import QKNorms
 
@@ -36,6 +36,17 @@ QK_NORMS = (
     "key_layernorm",
     "norm_q",
     "norm_k",
+)
+
+
+CONVOLUTIONS = (
+    "q_conv1d",
+    "k_conv1d",
+    "q_conv",
+    "k_conv",
+    "k_sconv",
+    "q_sconv",
+    "convolution_projection_query",
 )
 
 
@@ -77,6 +88,10 @@ def find_layers(
     )
     named = rule is None and not arch
     layers, skipped = finder.find(named)
+    if not layers and (instead := without_attention(model_type)):
+        raise LayoutError(
+            f"{source}: {model_type} has no softmax attention, so it has no query-key form: {instead}"
+        )
     if not layers and family is None:
         reasons = [f"{s['module'][-200:]}: {s['reason']}" for s in finder.unproved]
         raise nothing_known(model_type, tensors, reasons, source=source, where=where)
@@ -135,7 +150,7 @@ class _Finder:
         for block in blocks_of(self.family.model_type):
             if block.skip:
                 self._skip(block.module, block.skip)
-            elif block.found_by_itself:
+            elif block.names_tensors:
                 rule = block.rule(self.family.model_type)
                 for q_name, at in places(rule, self.tensors):
                     yield from self._proved(rule, q_name, at, block)
@@ -168,19 +183,34 @@ class _Finder:
         scope = Scope(self.config, rule, self.where, self.arch)
         norm, norm_kind = self._norm(rule, scope, found.place)
         flags = () if block else ("by_names",)
-        facts = {"mask": _mask(rule, scope), "norm": norm, "norm_kind": norm_kind, "flags": flags}
+        facts: dict[str, Any] = {
+            "mask": _mask(rule, scope),
+            "norm": norm,
+            "norm_kind": norm_kind,
+            "flags": flags,
+        }
+        part = self._part_of(found.place.module)
+        facts["positions"] = self._positions(rule.family, scope, found.place.layer, part)
+        facts["norm_bias"] = f"{norm}.bias" if norm and f"{norm}.bias" in self.tensors else None
         yield from latent_layers(found, size, self.tensors, self.read, facts)
 
     def _proved(self, rule: Rule, q_name: str, at: Place, block: Block | None) -> Iterator[AttentionLayer]:
         """The layer of a rule that does not say which part of the config counts, if shapes prove one."""
-        k_name = f"{at.module}.{rule.k_tensor}".removeprefix(".")
+        k_name = f"{self._keys_from(rule, at).module}.{rule.k_tensor}".removeprefix(".")
         if q_name in self.seen or k_name not in self.tensors:
+            return
+        other = self._no_softmax(at.module)
+        if other:
+            self.seen |= {q_name, k_name}
+            self.skipped.append({"module": at.module, "reason": other})
             return
         try:
             shapes = [_matrix(n, self.tensors[n].shape, rule.transposed) for n in (q_name, k_name)]
             q = Projection(*shapes[0], rule.order if rule.fused else rule.q_order)
             k = Projection(*shapes[1], rule.order if rule.fused else rule.kv_order if rule.kv_fused else "")
-            solved = solve(self.parts, self.overrides, at.module, q, k, block.keys if block else None)
+            solved = solve(
+                self.parts, self.overrides, at.module, q, k, block.keys if block else None, rule.any_width
+            )
         except ConfigError as error:
             solved = str(error)
         if isinstance(solved, str):
@@ -194,18 +224,50 @@ class _Finder:
             kv_heads=(f"={solved.n_kv_heads}",),
             head_dim=(f"={solved.d_head}",),
             d_model=(),
-            layers=(),
             attention="cross" if q.inputs != k.inputs else rule.attention,
             qk_norm=rule.qk_norm or QK_NORMS,
         )
-        layer = self._layer(rule, q_name, at)
+        layer = self._layer(rule, q_name, at, self._part_of(at.module))
         if layer is not None:
             yield layer if block else replace(layer, flags=(*layer.flags, "by_names"))
 
-    def _layer(self, rule: Rule, q_name: str, at: Place) -> AttentionLayer | None:
+    def _part_of(self, module: str) -> Mapping[str, Any] | None:
+        """The sub-config that names a model type of its own and is the only one that a path points to."""
+        path = path_words(module)
+        pointed = [c.values for c in self.parts if c.points_to(path) and "model_type" in c.values]
+        return pointed[0] if len(pointed) == 1 else None
+
+    def _positions(self, family: str, scope: Scope, layer: int, part: Mapping[str, Any] | None) -> Positions:
+        config = scope.config if part is None else part
+        return positions(family, self.arch, config, scope.where, layer, self.tensors)
+
+    def _keys_from(self, rule: Rule, at: Place) -> Place:
+        """Where the keys of a layer are: in another one, if the last layers share the keys of those before them."""
+        if not rule.kv_shared:
+            return at
+        path = path_words(at.module)
+        counting = [p for p in self.parts if p.value((rule.kv_shared,), ())]
+        part = next((p for p in counting if p.points_to(path)), next(iter(counting), None))
+        if part is None:
+            return at
+        shared, layers = part.value((rule.kv_shared,), ()), part.value(rule.layers, ())
+        kinds = part.values.get("layer_types")
+        first = (layers or 0) - (shared or 0)
+        if at.layer < first or not isinstance(kinds, list) or not at.layer < len(kinds) <= 100_000:
+            return at
+        same = [i for i in range(max(first, 0)) if kinds[i] == kinds[at.layer]]
+        if not same:
+            return at
+        rest = at.module.removeprefix(at.component).lstrip(".").partition(".")[2]
+        return Place(f"{at.component}.{same[-1]}.{rest}".strip("."), at.component, same[-1])
+
+    def _layer(
+        self, rule: Rule, q_name: str, at: Place, part: Mapping[str, Any] | None = None
+    ) -> AttentionLayer | None:
         module = at.module
         dot = "." if module else ""
-        k_name = f"{module}{dot}{rule.k_tensor}"
+        keys_at = self._keys_from(rule, at)
+        k_name = f"{keys_at.module}{dot}{rule.k_tensor}"
         self.seen |= {q_name, k_name}
         if k_name not in self.tensors:
             self.skipped.append({"module": module, "reason": f"has {rule.q_tensor} but no {rule.k_tensor}"})
@@ -222,7 +284,8 @@ class _Finder:
             )
         layer, shared_by = self._sharing(rule, scope, at.layer)
         norm, norm_kind = self._norm(rule, scope, at)
-        qk_norms = self._qk_norms(rule, scope, f"{module}{dot}", size)
+        known_positions = self._positions(rule.family, scope, at.layer, part)
+        qk_norms = self._qk_norms(rule, known_positions.kinds, f"{module}{dot}", size)
         q_part, k_part = rule.q_part, rule.k_part
         q_bias, k_bias = (
             self._bias(rule, module, n, shape[0]) for n, shape in ((q_name, q_shape), (k_name, k_shape))
@@ -241,7 +304,7 @@ class _Finder:
             n_kv_heads=size.n_kv_heads,
             d_model=q_shape[1],
             d_head=size.d_head,
-            flags=("qk_norm",) if qk_norms else (),
+            flags=(*(("qk_norm",) if qk_norms else ()), *(("shared_k",) if keys_at is not at else ())),
             norm=norm,
             norm_kind=norm_kind,
             q=Stored(q_name, q_bias, q_part, rule.transposed, bias_parts[0]),
@@ -249,25 +312,29 @@ class _Finder:
             read=self.read,
             norm_bias=f"{norm}.bias" if norm and f"{norm}.bias" in self.tensors else None,
             qk_norms=qk_norms,
-            positions=positions(rule.family, self.arch, scope.config, scope.where, at.layer, self.tensors),
+            positions=known_positions,
         )
 
-    def _qk_norms(self, rule: Rule, scope: Scope, prefix: str, size: Geometry) -> QKNorms | None:
-        """The norms on queries and keys that the checkpoint holds: one for all heads, or one for each."""
+    def _qk_norms(self, rule: Rule, kinds: tuple[str, ...], prefix: str, size: Geometry) -> QKNorms | None:
+        """The norms on queries and keys that the checkpoint holds: one for all heads, or one for each.
+
+        The names of a rule are pairs, a query's and a key's; the first pair that is there counts.
+        """
 
         def named(norm: str, heads: int, what: str) -> tuple[str, ...]:
             each = (f"{prefix}{norm}.norms.{head}.{what}" for head in range(heads))
             return tuple(n for n in (f"{prefix}{norm}.{what}", *each) if n in self.tensors)
 
-        sides = [*zip(rule.qk_norm, (size.n_heads, size.n_kv_heads), strict=False)]
-        q, k, *_ = *(named(norm, heads, "weight") for norm, heads in sides), (), ()
-        biases = tuple(name for norm, heads in sides for name in named(norm, heads, "bias"))
-        if not (q or k or biases):
-            starts = tuple(f"{prefix}{norm}." for norm in rule.qk_norm)
-            if not starts or not any(name.startswith(starts) for name in self.tensors):
-                return None
-        kinds = positions(rule.family, self.arch, scope.config, scope.where, 0, {}).kinds
-        return QKNorms(q, k, qk_norm_kind(kinds), biases)
+        for q_norm, k_norm in zip(rule.qk_norm[::2], rule.qk_norm[1::2], strict=False):
+            sides = ((q_norm, size.n_heads), (k_norm, size.n_kv_heads))
+            q, k = (named(norm, heads, "weight") for norm, heads in sides)
+            biases = tuple(name for norm, heads in sides for name in named(norm, heads, "bias"))
+            if q or k or biases:
+                return QKNorms(q, k, qk_norm_kind(kinds), biases)
+        starts = tuple(f"{prefix}{norm}." for norm in rule.qk_norm)
+        if starts and any(name.startswith(starts) for name in self.tensors):
+            return QKNorms((), (), None)  # of another making: seen, and not known how to apply
+        return None
 
     def _bias(self, rule: Rule, module: str, weight: str, outputs: int) -> str | None:
         name = f"{module}.{rule.bias}".removeprefix(".") if rule.bias else bias_of(weight)
@@ -320,8 +387,17 @@ class _Finder:
 
     def _skip(self, pattern: str, reason: str) -> None:
         for module, names in sorted(modules_of(pattern, self.tensors).items()):
+            if not self.seen.issuperset(names):
+                self.skipped.append({"module": module, "reason": reason})
             self.seen.update(names)
-            self.skipped.append({"module": module, "reason": reason})
+
+    def _no_softmax(self, module: str) -> str | None:
+        """Why a module with queries and keys has no form between tokens, as what stands beside them shows."""
+        if any(f"{module}.{name}" in self.tensors for name in ("A_log", "dt_bias", "query_decay")):
+            return "linear attention: no softmax over scores"
+        if any(f"{module}.{name}" in self.paths for name in CONVOLUTIONS):
+            return "a convolution stands between the projection and the score"
+        return None
 
     @cached_property
     def parts(self) -> list[ConfigPart]:

@@ -54,6 +54,12 @@ class Scope:
         shown = key.replace("{arch}", self._arch)
         raise ConfigError(f"{self.where}: {shown} is {_shown(value)}; expected true or false")
 
+    def pruned(self, layer: int) -> int:
+        """How many heads of a layer were cut out, as `pruned_heads` records them."""
+        pruned = self.config.get("pruned_heads")
+        heads = pruned.get(str(layer)) if isinstance(pruned, Mapping) else None
+        return len(heads) if isinstance(heads, list) else 0
+
     def names(self, keys: tuple[str, ...]) -> str:
         return ", ".join(key.replace("{arch}", self._arch) for key in keys)
 
@@ -101,7 +107,11 @@ def geometry(
     if d_model is not None and d_model[1] != q_in:
         raise ConfigError(f"{scope.where}: {d_model[0]} is {d_model[1]}, and {q_name!r} takes {q_in} inputs")
     n, g = heads[1], kv_heads[1]
-    if n % g:
+    cut = scope.pruned(layer)
+    if cut and n == g and overrides.heads is None:
+        head_dim = head_dim or ("the width", q_in // n)
+        n = g = n - cut
+    if n < 1 or n % g:
         raise ConfigError(
             f"{scope.where}: {heads[0]} is {n} and {kv_heads[0]} is {g}: "
             "query heads cannot share key heads evenly"

@@ -33,6 +33,7 @@ QUERY_TO_KEY: Mapping[str, str] = {
     "query_projection": "key_projection",
     "queries": "keys",
     "add_q_proj": "add_k_proj",
+    "to_query": "to_key",
 }
 _CROSS = re.compile(
     r"(?i)(?:^|[._])(?:cross_?att\w*|x_?attn\w*|encoder_att\w*|enc_dec_att\w*|encdecattention|multihead_attn|attn2|src_attn)"

@@ -139,7 +139,8 @@ class Positions:
         if nested:
             types = self._value("layer_types")
             kind = self._at(types, "layer_types") if isinstance(types, list) else None
-            kind = kind or ("sliding_attention" if sliding else "full_attention")
+            if kind is None:
+                kind = "sliding_attention" if sliding else "full_attention"
             inner = found.get(kind) if isinstance(kind, str) else None
             if not isinstance(inner, Mapping):
                 raise ConfigError(f"{self.where}: rope_parameters says nothing about {kind!r:.60} layers")

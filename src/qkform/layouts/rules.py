@@ -22,6 +22,8 @@ A file holds `[members]` (model_type = overrides) and one `[[attention]]` per ki
     qk_norm     names in the module that show a norm on queries and keys
     shared      "albert": a group's weights serve several layers
     bias        name of one bias for q, k and v, where the weights are apart and the biases are not
+    any_width   true where heads neither fill the width of the model nor have a size in the config: the shapes tell
+    kv_shared   config key: how many of the last layers read the keys of the last layer before them of the same kind
     exact       q and k are whole names, without ".weight" to add
     defaults    values of the config's class, for sub-configs that are saved without what equals them
 
@@ -77,6 +79,8 @@ class Rule:
     shared: str = ""
     bias: str = ""
     exact: bool = False
+    any_width: bool = False
+    kv_shared: str = ""
     defaults: Mapping[str, int] = field(default_factory=dict)
 
     @property

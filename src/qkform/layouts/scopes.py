@@ -51,6 +51,10 @@ _SYNONYMS: Mapping[str, frozenset[str]] = {
 _PREFIX = re.compile(
     r"(encoder|decoder|text|vision|audio)_(?:num_)?(?:attention_heads|heads|n_heads|key_value_heads|head_dim)"
 )
+_KINDS = (
+    "global",
+    "swa",
+)  # what configs call layers of full or sliding attention where these have other heads
 _MAX_SCOPES = 64
 
 
@@ -100,6 +104,13 @@ def candidates(config: Mapping[str, Any] | None) -> list[Candidate]:
             }
             own = {key: v for key, v in values.items() if key in _HIDDEN + _HEAD_DIM}
             found.append(Candidate((*words, prefix), {**own, **renamed}))
+        for kind in _KINDS:  # layers of another kind have sizes of their own
+            own = {key: value for key, value in values.items() if kind in str(key).split("_")}
+            if own:
+                renamed = {
+                    "_".join(w for w in key.split("_") if w != kind): value for key, value in own.items()
+                }
+                found.append(Candidate(words, {**values, **renamed}))
         if len(found) > _MAX_SCOPES:
             break
     return found
@@ -140,8 +151,12 @@ def solve(
     q: Projection,
     k: Projection,
     keys: Mapping[str, tuple[str, ...]] | None = None,
+    any_width: bool = False,
 ) -> Geometry | str:
-    """Heads of a pair of projections, or why they are not known. `keys` are config keys to read and no others."""
+    """Heads of a pair of projections, or why they are not known. `keys` are config keys to read and no others.
+
+    `any_width`: it is known that heads do not fill the width of the model and that no head size says so.
+    """
     path = path_words(module)
     numbers = tuple(int(part) for part in module.split(".") if is_number(part))
     named = {**KEYS, **(keys or {})}
@@ -149,7 +164,7 @@ def solve(
     pointed = [c for c in options if c.points_to(path) and c.value(named["heads"], numbers)]
     fitting: dict[Geometry, int] = {}
     for candidate in pointed or options:
-        geometry = _fit(candidate, overrides, numbers, q, k, named)
+        geometry = _fit(candidate, overrides, numbers, q, k, named, any_width)
         if geometry is not None:
             hits = sum(bool(_SYNONYMS.get(w, frozenset({w})) & path) for w in candidate.words)
             fitting[geometry] = max(fitting.get(geometry, 0), hits)
@@ -169,13 +184,14 @@ def _fit(
     q: Projection,
     k: Projection,
     keys: Mapping[str, tuple[str, ...]],
+    any_width: bool,
 ) -> Geometry | None:
     n = overrides.heads or candidate.value(keys["heads"], numbers)
     if n is None:
         return None
     g = overrides.kv_heads or candidate.value(keys["kv_heads"], numbers) or n
     d = overrides.head_dim or candidate.value(keys["head_dim"], numbers)
-    widths = candidate.widths()
+    widths = set() if any_width else candidate.widths()
     if n % g or (widths and q.inputs not in widths and overrides.heads is None):
         return None
     try:
@@ -183,9 +199,7 @@ def _fit(
     except LayoutError:  # heads that this order cannot hold
         return None
     if d is None:  # heads fill the width of the model; if they do not, a head size must say so
-        d = q.inputs // n
-        if d == 0 or (q.inputs % n and overrides.heads is None):
-            return None
-    if q_units * d != q.outputs or k_units * d != k.outputs:
+        d = (q.outputs // q_units) if any_width else q.inputs // n
+    if d == 0 or q_units * d != q.outputs or k_units * d != k.outputs:
         return None
     return Geometry(n, g, d)

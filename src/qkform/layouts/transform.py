@@ -157,7 +157,9 @@ def _qk_kind(layer: AttentionLayer) -> str | None:
             "each token's length, which no bilinear form holds"
         )
     if not norms.q or not norms.k:
-        raise LayoutError(f"--qk-norm: {layer.module}: gains are stored for one side only")
+        raise LayoutError(
+            f"--qk-norm: {layer.module}: the gains of both sides are not where they are looked for"
+        )
     if norms.kind is None:
         raise LayoutError(f"--qk-norm: {layer.module}: the kind of its norm on queries and keys is not known")
     return norms.kind

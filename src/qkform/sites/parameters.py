@@ -58,7 +58,7 @@ class Parameter:
                 "`FullyShardedDataParallel.summon_full_params(model)`, otherwise dequantise the model"
             )
         if value.device.type == "meta":
-            return "it is on the meta device and has no values; load the weights first"
+            return "it is on the meta device and has no values; load the weights, without offloading"
         if hasattr(value, "full_tensor"):
             return None
         if not _is_plain(value):

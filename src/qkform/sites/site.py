@@ -212,7 +212,7 @@ def find(
     sites, skipped = [], list(layout.skipped)
     for layer in layout.layers:
         try:
-            sites.append(Site(layer.module, live.modules.get(layer.module), layer, _shares(live, layer)))
+            sites.append(Site(layer.module, live.tree.modules.get(layer.module), layer, _shares(live, layer)))
         except QKFormError as error:
             skipped.append({"module": layer.module, "reason": str(error)})
     return Sites(tuple(sites), tuple(skipped))
