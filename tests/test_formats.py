@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from safetensors.torch import save_file as save_torch
 
 import qkform as qk
 from qkform import samples
-from qkform.checkpoints import archive, base, npz, open_checkpoint, pickled
+from qkform.checkpoints import open_checkpoint, pickled
 from qkform.checkpoints.adapter import is_adapter, open_adapter
-from qkform.errors import CheckpointError, ConfigError, LayoutError, MissingExtra, SourceError
+from qkform.errors import CheckpointError, ConfigError, MissingExtra, SourceError
 from tests.conftest import BERT_CONFIG, bert_tensors
 
 NAME = "encoder.layer.0.attention.self.query.weight"
@@ -532,7 +531,13 @@ def pack(values: np.ndarray, bits: int, order: list[int] | None = None) -> np.nd
 
 GPTQ_CASES = [
     (bits, version, act_order, told)
-    for bits, version, act_order in [(4, "v1", True), (4, "v1", False), (4, "v2", True), (8, "v1", True), (2, "v1", True)]
+    for bits, version, act_order in [
+        (4, "v1", True),
+        (4, "v1", False),
+        (4, "v2", True),
+        (8, "v1", True),
+        (2, "v1", True),
+    ]
     for told in ([True, False] if version == "v1" else [True])  # only the config says that it is version 2
 ]
 

@@ -17,7 +17,7 @@ from qkform.checkpoints.base import MAX_JSON_BYTES, Checkpoint, Local, parse_jso
 from qkform.checkpoints.choice import Ranges, Whole, choose
 from qkform.checkpoints.hub_cache import COMMIT, cache_folder, cached_commit, snapshot, snapshot_file
 from qkform.checkpoints.hub_names import HubName, hub_name
-from qkform.checkpoints.opening import open_checkpoint
+from qkform.checkpoints.opening import logical, open_checkpoint
 from qkform.checkpoints.ranged import Headers, HubCheckpoint
 from qkform.checkpoints.remote import Refused, Target, Unreachable, Web, refused
 from qkform.checkpoints.safetensors import parse_index
@@ -170,14 +170,16 @@ class _Opening:
             if cached is not None:
                 local[path] = cached
         reader = AheadReader(self.web, targets, local)
-        return HubCheckpoint(
-            self.source,
-            commit,
-            Headers(self.web, reader, targets, local),
-            reader,
-            config,
-            config_path,
-            expected,
+        return logical(
+            HubCheckpoint(
+                self.source,
+                commit,
+                Headers(self.web, reader, targets, local),
+                reader,
+                config,
+                config_path,
+                expected,
+            )
         )
 
     def _document(self, file: str, commit: str, sizes: Mapping[str, int | None]) -> Any:

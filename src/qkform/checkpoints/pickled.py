@@ -211,8 +211,8 @@ def _refusal(path: Path, error: Exception) -> SourceError:
         if mark in text:
             name = text.split(mark, 1)[1].split(" ", 1)[0]
             return CheckpointError(
-                f"{path} would run code on loading: its pickle asks for {name[:120]!r}, which is not a tensor; "
-                f"it is refused. {_INSTEAD}"
+                f"{path} would run code on loading: its pickle asks for {name[:120]!r}, which is not a tensor, "
+                f"and is refused; {_INSTEAD}"
             )
     said = text.split("WeightsUnpickler error: ")[-1] or type(error).__name__
     return CheckpointError(
