@@ -149,9 +149,9 @@ class _Finder:
             if block.skip:
                 self._skip(block.module, block.skip)
             elif block.names_tensors:
-                rule = block.rule(self.family.model_type)
-                for q_name, at in places(rule, self.tensors):
-                    yield from self._proved(rule, q_name, at, block)
+                for q_name, at in places(block.rule(self.family.model_type), self.tensors):
+                    facts = block_of(self.family.model_type, at.module, block) or block
+                    yield from self._proved(facts.rule(self.family.model_type), q_name, at, facts)
         for found in latents(self.tensors):
             yield from self._latent(found)
         for pair in pairs(self.tensors):

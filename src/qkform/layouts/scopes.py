@@ -35,6 +35,7 @@ _HEAD_DIM = (
     "kv_channels",
     "head_size",
     "qkv_dim",
+    "dim_head",
 )
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "model_dim", "width")
 KEYS: Mapping[str, tuple[str, ...]] = {"heads": _HEADS, "kv_heads": _KV_HEADS, "head_dim": _HEAD_DIM}
