@@ -19,6 +19,7 @@ from qkform.layouts.manual import QUERY, Manual, candidates
 from qkform.layouts.match import MAX_NAME, HasShape, Place, modules_of, place, places
 from qkform.layouts.naming import is_cross, pairs
 from qkform.layouts.order import WHOLE
+from qkform.layouts.outside import translated
 from qkform.layouts.rules import Family, Note, Rule, bias_of
 from qkform.layouts.scopes import Candidate as ConfigPart
 from qkform.layouts.scopes import Projection, path_words, solve
@@ -74,12 +75,13 @@ def find_layers(
     """
     overrides = overrides or Overrides()
     where = config_name or source
+    config = translated(config)
     model_type, arch = named_type(config, where)
     rule = manual.rule() if manual else None
     family = (
         Family(model_type or "unknown", "the command line", (rule,))
         if rule is not None
-        else choose(model_type, arch, tensors, heads_given=overrides.heads is not None)
+        else choose(model_type, arch, tensors, config, heads_given=overrides.heads is not None)
     )
     finder = _Finder(
         tensors, config, read, family or Family(model_type or "unknown", "names", ()), where, arch, overrides
@@ -150,8 +152,8 @@ class _Finder:
                 self._skip(block.module, block.skip)
             elif block.names_tensors:
                 for q_name, at in places(block.rule(self.family.model_type), self.tensors):
-                    facts = block_of(self.family.model_type, at.module, block) or block
-                    yield from self._proved(facts.rule(self.family.model_type), q_name, at, facts)
+                    whole = block_of(self.family.model_type, at.module, block) or block
+                    yield from self._proved(whole.rule(self.family.model_type), q_name, at, whole)
         for found in latents(self.tensors):
             yield from self._latent(found)
         for pair in pairs(self.tensors):

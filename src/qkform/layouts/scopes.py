@@ -16,6 +16,7 @@ from qkform.errors import LayoutError
 from qkform.layouts.geometry import Geometry, Overrides
 from qkform.layouts.match import is_number
 from qkform.layouts.order import Sizes, outputs
+from qkform.layouts.outside import unet_block
 
 _HEADS = (
     "num_attention_heads",
@@ -66,11 +67,13 @@ class Candidate:
     words: tuple[str, ...]
     values: Mapping[str, Any]
 
-    def value(self, keys: tuple[str, ...], at: tuple[int, ...]) -> int | None:
+    def value(self, keys: tuple[str, ...], at: tuple[int, ...], module: str = "") -> int | None:
         """The first of `keys` that holds a count; of a list, the entry that a number of the path points to."""
         for key in keys:
             value = self.values.get(key)
             if isinstance(value, (list, tuple)):
+                block = unet_block(module, len(value))
+                at = at if block is None else (block,)
                 value = next((value[i] for i in at if 0 <= i < len(value)), None)
             if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
                 return value
@@ -165,7 +168,7 @@ def solve(
     pointed = [c for c in options if c.points_to(path) and c.value(named["heads"], numbers)]
     fitting: dict[Geometry, int] = {}
     for candidate in pointed or options:
-        geometry = _fit(candidate, overrides, numbers, q, k, named, any_width)
+        geometry = _fit(candidate, overrides, module, numbers, q, k, named, any_width)
         if geometry is not None:
             hits = sum(bool(_SYNONYMS.get(w, frozenset({w})) & path) for w in candidate.words)
             fitting[geometry] = max(fitting.get(geometry, 0), hits)
@@ -181,17 +184,18 @@ def solve(
 def _fit(
     candidate: Candidate,
     overrides: Overrides,
+    module: str,
     numbers: tuple[int, ...],
     q: Projection,
     k: Projection,
     keys: Mapping[str, tuple[str, ...]],
     any_width: bool,
 ) -> Geometry | None:
-    n = overrides.heads or candidate.value(keys["heads"], numbers)
+    n = overrides.heads or candidate.value(keys["heads"], numbers, module)
     if n is None:
         return None
-    g = overrides.kv_heads or candidate.value(keys["kv_heads"], numbers) or n
-    d = overrides.head_dim or candidate.value(keys["head_dim"], numbers)
+    g = overrides.kv_heads or candidate.value(keys["kv_heads"], numbers, module) or n
+    d = overrides.head_dim or candidate.value(keys["head_dim"], numbers, module)
     widths = set() if any_width else candidate.widths()
     if n % g or (widths and q.inputs not in widths and overrides.heads is None):
         return None
