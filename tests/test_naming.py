@@ -130,7 +130,7 @@ def test_what_is_no_softmax_attention_is_listed(extra: dict[str, Any], reason: s
 
 
 @pytest.mark.parametrize(
-    ("model_type", "word"), [("rwkv", "recurrent"), ("mamba", "state space"), ("resnet", "convol")]
+    ("model_type", "word"), [("rwkv", "recurrent"), ("mamba", "state space"), ("resnet", "conv")]
 )
 def test_a_model_without_attention_says_what_it_is(model_type: str, word: str) -> None:
     with pytest.raises(LayoutError, match=f"{model_type} has no softmax attention.*{word}"):

@@ -66,6 +66,7 @@ class Candidate:
 
     words: tuple[str, ...]
     values: Mapping[str, Any]
+    prefixed: bool = False  # its last word is a prefix of keys: encoder_attention_heads
 
     def value(self, keys: tuple[str, ...], at: tuple[int, ...], module: str = "") -> int | None:
         """The first of `keys` that holds a count; of a list, the entry that a number of the path points to."""
@@ -74,6 +75,8 @@ class Candidate:
             if isinstance(value, (list, tuple)):
                 block = unet_block(module, len(value))
                 at = at if block is None else (block,)
+                if "depths" in self.values and len(at) < 2:  # a list by stages, and a path without stages
+                    return None
                 value = next((value[i] for i in at if 0 <= i < len(value)), None)
             if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
                 return value
@@ -93,6 +96,11 @@ class Candidate:
             found |= {self.values["embed_dim"] * 2**i for i in range(8)}
         return found
 
+    def hits(self, path: frozenset[str]) -> int:
+        """How many of its words the path has; the name of a sub-config counts twice what a prefix of a key does."""
+        found = [bool(_SYNONYMS.get(word, frozenset({word})) & path) for word in self.words]
+        return 2 * sum(found) - (bool(found) and self.prefixed and found[-1])
+
     def points_to(self, path: frozenset[str]) -> bool:
         return any(_SYNONYMS.get(word, frozenset({word})) & path for word in self.words)
 
@@ -107,7 +115,7 @@ def candidates(config: Mapping[str, Any] | None) -> list[Candidate]:
                 key.removeprefix(f"{prefix}_"): v for key, v in values.items() if key.startswith(f"{prefix}_")
             }
             own = {key: v for key, v in values.items() if key in _HIDDEN + _HEAD_DIM}
-            found.append(Candidate((*words, prefix), {**own, **renamed}))
+            found.append(Candidate((*words, prefix), {**own, **renamed}, prefixed=True))
         for kind in _KINDS:  # layers of another kind have sizes of their own
             own = {key: value for key, value in values.items() if kind in str(key).split("_")}
             if own:
@@ -170,7 +178,7 @@ def solve(
     for candidate in pointed or options:
         geometry = _fit(candidate, overrides, module, numbers, q, k, named, any_width)
         if geometry is not None:
-            hits = sum(bool(_SYNONYMS.get(w, frozenset({w})) & path) for w in candidate.words)
+            hits = candidate.hits(path)
             fitting[geometry] = max(fitting.get(geometry, 0), hits)
     best = [g for g, hits in fitting.items() if hits == max(fitting.values())]
     if len(best) == 1:
