@@ -47,7 +47,7 @@ def place(pattern: str, module: str) -> Place | None:
     if at is None:
         return None
     if at < 0:  # a pattern without {layer}: the last number in the path
-        at = next((i for i in range(len(parts) - 1, -1, -1) if _is_number(parts[i])), -1)
+        at = next((i for i in range(len(parts) - 1, -1, -1) if is_number(parts[i])), -1)
     if at < 0:
         return Place(module, module, 0)
     return Place(module, ".".join(parts[:at]), int(parts[at]))
@@ -70,14 +70,14 @@ def _layer_position(pattern: list[str], parts: list[str]) -> int | None:
     if not parts:
         return None
     if last in ("{layer}", "{inner}"):
-        if not _is_number(parts[-1]):
+        if not is_number(parts[-1]):
             return None
         found = _layer_position(rest, parts[:-1])
         return len(parts) - 1 if last == "{layer}" and found is not None else found
     return _layer_position(rest, parts[:-1]) if parts[-1] == last else None
 
 
-def _is_number(part: str) -> bool:
+def is_number(part: str) -> bool:
     """A layer number as models write it: no sign, no leading zero, below a million."""
     return part.isascii() and part.isdigit() and len(part) < 7 and (part == "0" or part[0] != "0")
 
