@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ class Result:
     built: str = ""  # the class
     variant: str = ""  # of the small config
     fed: list[str] = field(default_factory=list)
+    unfed: list[str] = field(default_factory=list)  # parts that no input suited, with what they said
     attentions_seen: int = 0
     found_by_qkform: int = 0
     matched: int = 0
@@ -55,6 +55,9 @@ def examine(model_type: str) -> dict[str, Any]:
     result = Result(model_type)
     try:
         _examine(result)
+    except build.NoModel:
+        result.status, result.step = NO_SOFTMAX, ""
+        result.reason = "no class takes this config: it is a part of other configs"
     except Exception as error:
         result.reason = result.reason or f"{type(error).__name__}: {str(error)[:500]}"
     return asdict(result)
@@ -80,7 +83,7 @@ def _examine(result: Result) -> None:
             (scanned,) = qk.scan(folder, signature="none").models
             result.skipped = [dict(s) for s in scanned.skipped]
         except QKFormError as error:
-            result.reason = f"{type(error).__name__}: {str(error)}".replace(folder, "the file")[:300]
+            result.reason = f"{type(error).__name__}: {error!s}".replace(folder, "the file")[:300]
         result.found_by_qkform = len(layers)
         result.step = "compare"
         compare(result, layers, seen, readings, tensors, places)
@@ -90,8 +93,9 @@ def _examine(result: Result) -> None:
 def _running(result: Result) -> tuple[Any, list[attentions.Reading]]:
     """The model of the first variant of the config that can be built and run."""
     errors: list[tuple[int, str, Exception]] = []
+    best: tuple[int, Any, list[attentions.Reading], Result] | None = None
     for variant in configs.VARIANTS:
-        result.step, result.fed = "config", []
+        result.step, result.fed, result.unfed = "config", [], []
         try:
             config = configs.small(result.model_type, variant)
             result.step = "build"
@@ -103,7 +107,15 @@ def _running(result: Result) -> tuple[Any, list[attentions.Reading]]:
             errors.append((("config", "build", "feed").index(result.step), result.step, error))
             continue
         result.variant = variant.name
-        return model, readings
+        reached = sum(r.softmaxes for r in readings)
+        if best is None or reached > best[0]:
+            best = reached, model, readings, replace(result)
+        if not result.unfed:
+            break
+    if best is not None:
+        for name in ("built", "variant", "fed", "unfed"):
+            setattr(result, name, getattr(best[3], name))
+        return best[1], best[2]
     _, result.step, error = max(errors, key=lambda e: e[0])
     raise error
 
@@ -119,8 +131,11 @@ def runs(model: Any, result: Result) -> Iterator[attentions.Reading]:
     for path, part in [("", model), *_parts(model)]:
         if any(path.startswith(d + ".") or d == "" for d in done) and not _untouched(part, path, touched):
             continue
+        said = len(errors)
         reading = _run(part, errors, path)
         if reading is None:
+            if path:
+                result.unfed.append("; ".join(dict.fromkeys(errors[said:]))[:400])
             continue
         done.append(path)
         assert reading.first is not None

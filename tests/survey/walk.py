@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-SECONDS = 90.0  # for one model type
-MEMORY = 8 << 30  # bytes of address space beyond what the imports need
+SECONDS = 60.0  # for one model type
+MEMORY = 8 << 30  # bytes of address space of a worker
 RECYCLED = 60  # model types after which a worker starts afresh: modeling files stay in memory
 
 
@@ -35,7 +35,7 @@ def _serve(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)  # what a forward pass makes on the way is in double precision too
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY + (8 << 30),) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     while (model_type := pipe.recv()) is not None:
         pipe.send(verify.examine(model_type))
 
