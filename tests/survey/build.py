@@ -53,7 +53,11 @@ def classes(model_type: str, config: Any) -> list[type]:
     from transformers.models.auto import modeling_auto
 
     names: list[str] = []
-    mappings = ["MODEL_MAPPING_NAMES", "MODEL_FOR_CONDITIONAL_GENERATION_MAPPING_NAMES", "MODEL_FOR_PRETRAINING_MAPPING_NAMES"]
+    mappings = [
+        "MODEL_MAPPING_NAMES",
+        "MODEL_FOR_CONDITIONAL_GENERATION_MAPPING_NAMES",
+        "MODEL_FOR_PRETRAINING_MAPPING_NAMES",
+    ]
     others = [n for n in dir(modeling_auto) if n.startswith("MODEL_") and n.endswith("MAPPING_NAMES")]
     mappings += [n for n in others if n not in mappings]
     for mapping in mappings:
@@ -80,7 +84,7 @@ def classes(model_type: str, config: Any) -> list[type]:
 EAGER = {"attn_implementation": "eager"}
 
 
-def build(model_type: str, config: Any) -> Any:
+def build(model_type: str, config: Any, *, check_size: bool = False) -> Any:
     """The first class that can be built, in double precision, with random weights."""
     quiet()
     tried = []
@@ -90,11 +94,7 @@ def build(model_type: str, config: Any) -> Any:
     for cls in found:
         for options in ({**EAGER, "experts_implementation": "eager"}, EAGER, {}):
             torch.manual_seed(sum(model_type.encode()))
-            try:
-                with torch.device("meta"):
-                    size = sum(p.numel() for p in cls._from_config(config, **options).parameters())
-            except Exception:  # some cannot be laid out without memory: they are built
-                size = 0
+            size = _parameters(cls, config, options) if check_size else 0
             if size > LARGEST:
                 tried.append(f"{cls.__name__} has {size:.1e} parameters")
                 break
@@ -106,6 +106,15 @@ def build(model_type: str, config: Any) -> Any:
                 continue
             return randomised(model.double().eval())
     raise NotBuilt("; ".join(dict.fromkeys(tried)) or "no model class takes this config")
+
+
+def _parameters(cls: Any, config: Any, options: Mapping[str, Any]) -> int:
+    """How many parameters the model would have; 0 if it cannot be laid out without memory."""
+    try:
+        with torch.device("meta"):
+            return sum(p.numel() for p in cls._from_config(config, **options).parameters())
+    except Exception:
+        return 0
 
 
 def randomised(model: Any) -> Any:
@@ -163,7 +172,9 @@ def _first(config: Any, *names: str, default: Any = None) -> Any:
 
 def _image(config: Any) -> tuple[int, int, int]:
     size = _first(config, "image_size", "img_size", "input_size", default=64)
-    height, width = (size, size) if isinstance(size, int) else (size[-2], size[-1]) if len(size) > 1 else (size[0],) * 2
+    height, width = (
+        (size, size) if isinstance(size, int) else (size[-2], size[-1]) if len(size) > 1 else (size[0],) * 2
+    )
     return _first(config, "num_channels", "in_channels", "in_chans", default=3), height, width
 
 
@@ -183,7 +194,16 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
         text["bbox"] = torch.randint(0, 60, (BATCH, LENGTH, 4), generator=_generator()).sort(-1).values
     decoder = {"decoder_input_ids": ids(9, vocabulary)} if "decoder_input_ids" in takes else {}
     pixels = {"pixel_values": noise(BATCH, channels, height, across)}
-    mels = _first(config, "num_mel_bins", "feature_size", "n_mels", "input_feat_per_channel", "input_dim", "num_mel_bands", default=80)
+    mels = _first(
+        config,
+        "num_mel_bins",
+        "feature_size",
+        "n_mels",
+        "input_feat_per_channel",
+        "input_dim",
+        "num_mel_bands",
+        default=80,
+    )
     mels = mels if isinstance(mels, int) else 80
     frames = _first(config, "max_source_positions", default=64)
     sounds = [
@@ -200,7 +220,10 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
         for s in sounds:
             options.append({**text, **s})
     if main == "pixel_values" or "pixel_values" in takes:
-        options += [{**pixels, **decoder}, {"pixel_values": noise(BATCH, 4, channels, height, across), **decoder}]
+        options += [
+            {**pixels, **decoder},
+            {"pixel_values": noise(BATCH, 4, channels, height, across), **decoder},
+        ]
         options.append({**pixels, **text})
     if "input_features" in takes:
         options += [{**s, **decoder} for s in sounds]
@@ -238,7 +261,9 @@ def _grids(config: Any, takes: Mapping[str, Any]) -> list[dict[str, Any]]:
     still = noise(16, (inner if isinstance(inner, int) else 3) * patch * patch)
     square = still.reshape(16, -1, patch, patch)
     main = next((n for n in ("hidden_states", "pixel_values", "x") if n in takes), None)
-    named = next((n for n in ("grid_thw", "image_grid_thw", "grid_hw", "grid_hws", "grids") if n in takes), None)
+    named = next(
+        (n for n in ("grid_thw", "image_grid_thw", "grid_hw", "grid_hws", "grids") if n in takes), None
+    )
     if main is None or named is None or "input_ids" in takes:
         return []
     shapes = (grid, grid[:, 1:])
@@ -247,7 +272,15 @@ def _grids(config: Any, takes: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _required(name: str, width: int) -> Any:
     """A value for an argument that a forward cannot do without."""
-    if name in ("inputs_embeds", "hidden_states", "query_embeds", "embeddings", "x", "encoder_hidden_states", "query"):
+    if name in (
+        "inputs_embeds",
+        "hidden_states",
+        "query_embeds",
+        "embeddings",
+        "x",
+        "encoder_hidden_states",
+        "query",
+    ):
         return noise(BATCH, LENGTH, width)
     if "mask" in name:
         return torch.ones(BATCH, LENGTH if "feature" not in name else 64, dtype=torch.long)

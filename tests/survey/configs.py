@@ -13,7 +13,10 @@ WIDTH, HEADS, KV_HEADS, HEAD_DIM, ROPE_DIM, LAYERS = 32, 4, 2, 16, 8, 3
 
 # The first pattern that fits the whole key decides. A callable gets the old value.
 RULES: tuple[tuple[str, Any], ...] = (
-    (r"(num_hidden_layers|n_layers?|num_layers|encoder_layers|decoder_layers|num_(en|de)coder_layers|depth)", LAYERS),
+    (
+        r"(num_hidden_layers|n_layers?|num_layers|encoder_layers|decoder_layers|num_(en|de)coder_layers|depth)",
+        LAYERS,
+    ),
     (r"(num_hidden_blocks|num_blocks|layers|resampler_depth|n_blocks|decoder_num_hidden_layers)", 2),
     (r"type_vocab_size", lambda v: v),
     (r"(vocab_size|.*_vocab_size(_base)?|n_vocab|vocabulary_size|vocab_size_per_layer_input)", VOCABULARY),
@@ -23,23 +26,44 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"(qk_nope_head_dim)", 10),
     (r"(qk_rope_head_dim)", ROPE_DIM),
     (r"(rotary_dim)", 4),
-    (r"(head_dim|.*_head_dim|attention_head_dim|d_kv|kv_channels|head_size)", lambda v: 0 if v == 0 else HEAD_DIM),
+    (
+        r"(head_dim|.*_head_dim|attention_head_dim|d_kv|kv_channels|head_size)",
+        lambda v: 0 if v == 0 else HEAD_DIM,
+    ),
     (r"(kv_lora_rank|q_lora_rank|.*lora_rank)", 12),
-    (r"(hidden_size|d_model|n_embd|dim|hidden_dim|embed_dim|.*_hidden_size|.*_embed_dim|.*embedding_size)", WIDTH),
-    (r"(intermediate_size|.*intermediate_size|.*ffn_dim|d_ff|n_inner|.*mlp_dim|ffn_hidden_size|.*feedforward.*)", 40),
+    (
+        r"(hidden_size|d_model|n_embd|dim|hidden_dim|embed_dim|.*_hidden_size|.*_embed_dim|.*embedding_size)",
+        WIDTH,
+    ),
+    (
+        r"(intermediate_size|.*intermediate_size|.*ffn_dim|d_ff|n_inner|.*mlp_dim|ffn_hidden_size|.*feedforward.*)",
+        40,
+    ),
     (r"(num_experts_per_tok|moe_topk|num_experts_per_token|moe_k|top_k_experts)", 2),
     (r"(num_experts|n_routed_experts|num_local_experts|moe_num_experts|n_experts|.*num_experts)", 4),
     (r"(n_group|topk_group)", 1),
     (r"(first_k_dense_replace|moe_layer_start_index)", 1),
     (r"image_size", 64),
     (r"patch_size", lambda v: min(v, 16) if v != 14 else 16),
-    (r"(num_channels|in_channels|in_chans|audio_channels|spatial_merge_size|temporal_patch_size)", lambda v: v),
-    (r"(max_position_embeddings|n_positions|max_2d_position_embeddings|n_ctx|max_seq_len|max_seq_length)", 128),
+    (
+        r"(num_channels|in_channels|in_chans|audio_channels|spatial_merge_size|temporal_patch_size)",
+        lambda v: v,
+    ),
+    (
+        r"(max_position_embeddings|n_positions|max_2d_position_embeddings|n_ctx|max_seq_len|max_seq_length)",
+        128,
+    ),
     (r"max_(source|target)_positions", 128),
     (r"depths", lambda v: [2] * len(v)),
     (r".*(codebook_size|num_embeddings)", 16),
-    (r"(projection_dim|.*_dim|.*width|.*hidden_dim|.*channels|.*features_?size)", lambda v: WIDTH if v >= 64 else v),
-    (r".*(size)", lambda v: WIDTH if v in (256, 512, 640, 768, 1024, 1152, 1280, 1408, 1536, 2048, 3584, 4096) else v),
+    (
+        r"(projection_dim|.*_dim|.*width|.*hidden_dim|.*channels|.*features_?size)",
+        lambda v: WIDTH if v >= 64 else v,
+    ),
+    (
+        r".*(size)",
+        lambda v: WIDTH if v in (256, 512, 640, 768, 1024, 1152, 1280, 1408, 1536, 2048, 3584, 4096) else v,
+    ),
 )
 # what shrinks where the widths of a model hang together in ways of their own
 NARROW = tuple(rule for rule in RULES if rule[1] in (LAYERS, 2, VOCABULARY) or rule[0] == "image_size")
@@ -47,7 +71,12 @@ KEPT = {"transformers_version", "id2label", "label2id", "torch_dtype", "dtype", 
 
 # What the rules get wrong, by model type (also of a sub-config). A value of ... drops the key.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 2, "position_embedding_type": "rotary"},
+    "esm": {
+        "vocab_size": VOCABULARY,
+        "pad_token_id": 1,
+        "mask_token_id": 2,
+        "position_embedding_type": "rotary",
+    },
     "xlnet": {"d_head": 8},
     "zaya": {"num_experts_per_tok": 1},
     "autoformer": {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2]},
@@ -129,9 +158,7 @@ def shrunk(values: Mapping[str, Any], model_type: str, specials: _Specials) -> d
             continue
         if key == "per_layer_config" and isinstance(value, dict):
             places = {old: new for new, old in enumerate(chosen)}
-            out[key] = {
-                places[int(i)]: shrunk(v, "", specials) for i, v in value.items() if int(i) in places
-            }
+            out[key] = {places[int(i)]: shrunk(v, "", specials) for i, v in value.items() if int(i) in places}
             continue
         out[key] = settings[key] if key in settings else _small(key, value, layers, chosen, specials)
     for key in LAYER_KEYS:
@@ -160,7 +187,9 @@ def _fitted(out: dict[str, Any], variant: Variant) -> None:
     """Sizes that depend on each other."""
     if not variant.widths:
         return
-    heads = next((out[k] for k in ("num_attention_heads", "num_heads", "n_head") if isinstance(out.get(k), int)), 0)
+    heads = next(
+        (out[k] for k in ("num_attention_heads", "num_heads", "n_head") if isinstance(out.get(k), int)), 0
+    )
     width = next((out[k] for k in ("hidden_size", "d_model", "n_embd") if isinstance(out.get(k), int)), 0)
     if isinstance(out.get("head_dim"), int) and out["head_dim"]:
         if isinstance(out.get("qk_rope_head_dim"), int):

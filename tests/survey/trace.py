@@ -305,7 +305,12 @@ def _as_projection(func: Any, name: str, args: Any, kwargs: Any, is_parameter: C
     if name == "addmm" and len(args) > 2 and is_parameter(args[2]):
         b, x, m = args[:3]
         return x, m.T, b, lambda c: c, [m]
-    if name in ("matmul", "__matmul__", "mm") and len(args) > 1 and is_parameter(args[1]) and not is_parameter(args[0]):
+    if (
+        name in ("matmul", "__matmul__", "mm")
+        and len(args) > 1
+        and is_parameter(args[1])
+        and not is_parameter(args[0])
+    ):
         x, m = args[:2]
         if m.ndim != 2:
             return None
@@ -459,9 +464,7 @@ def multi_head(
 ) -> Any:
     """What torch's multi_head_attention_forward does, (T, B, d) in and out, in steps that can be watched."""
     weights = (
-        (q_proj_weight, k_proj_weight, v_proj_weight)
-        if use_separate_proj_weight
-        else in_proj_weight.chunk(3)
+        (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight.chunk(3)
     )
     biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
     flat = query.ndim == 2
