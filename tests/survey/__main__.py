@@ -14,10 +14,14 @@ from tests.survey import walk
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Verify every model type of the installed transformers.")
-    parser.add_argument("only", nargs="?", default="", help="a regular expression for the names of model types")
+    parser.add_argument(
+        "only", nargs="?", default="", help="a regular expression for the names of model types"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write everything that was found to this file")
-    parser.add_argument("--update", type=Path, help="read this file first, and replace in it what was asked for")
+    parser.add_argument(
+        "--update", type=Path, help="read this file first, and replace in it what was asked for"
+    )
     asked = parser.parse_args()
     names = [n for n in walk.model_types() if re.fullmatch(asked.only or ".*", n)]
     found = json.loads(asked.update.read_text()) if asked.update and asked.update.exists() else {}

@@ -16,8 +16,8 @@ Rotary angles are 0 while watched (cosines are 1, sines 0), and norms on queries
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,27 @@ STRUCTURAL = {
     *("expand", "expand_as", "unsqueeze", "squeeze", "contiguous", "double", "float", "type", "type_as"),
     *("cat", "clone", "detach", "flatten", "swapaxes", "__get__", "narrow", "movedim", "repeat", "mT"),
 }
+# keywords of calls that are looked into, in their places
+POSITIONAL: Mapping[str, tuple[str, ...]] = {
+    "linear": ("input", "weight", "bias"),
+    "matmul": ("input", "other"),
+    "bmm": ("input", "mat2"),
+    "mm": ("input", "mat2"),
+    "baddbmm": ("input", "batch1", "batch2"),
+    "addmm": ("input", "mat1", "mat2"),
+    "softmax": ("input", "dim"),
+    "conv1d": ("input", "weight", "bias"),
+    "conv2d": ("input", "weight", "bias"),
+    "conv3d": ("input", "weight", "bias"),
+}
+
+
+def _positional(name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = list(args), dict(kwargs)
+    for place, keyword in enumerate(POSITIONAL[name]):
+        if place == len(args) and keyword in kwargs:
+            args.append(kwargs.pop(keyword))
+    return tuple(args), kwargs
 
 
 @dataclass
@@ -166,6 +187,8 @@ class Trace(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if kwargs and name in POSITIONAL:
+            args, kwargs = _positional(name, args, kwargs)
         if name in ("scaled_dot_product_attention", "_scaled_dot_product_attention"):
             with self:
                 return attention(*args, **kwargs)
@@ -279,10 +302,15 @@ def _as_projection(func: Any, name: str, args: Any, kwargs: Any, is_parameter: C
             return None
         shape = (*x.shape[:-1], w.shape[0])
         return x, w, b, lambda c: c.reshape(shape), [w]
-    if name == "addmm" and is_parameter(args[2]):
+    if name == "addmm" and len(args) > 2 and is_parameter(args[2]):
         b, x, m = args[:3]
         return x, m.T, b, lambda c: c, [m]
-    if name in ("matmul", "__matmul__", "mm") and is_parameter(args[1]) and not is_parameter(args[0]):
+    if (
+        name in ("matmul", "__matmul__", "mm")
+        and len(args) > 1
+        and is_parameter(args[1])
+        and not is_parameter(args[0])
+    ):
         x, m = args[:2]
         if m.ndim != 2:
             return None
@@ -436,9 +464,7 @@ def multi_head(
 ) -> Any:
     """What torch's multi_head_attention_forward does, (T, B, d) in and out, in steps that can be watched."""
     weights = (
-        (q_proj_weight, k_proj_weight, v_proj_weight)
-        if use_separate_proj_weight
-        else in_proj_weight.chunk(3)
+        (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight.chunk(3)
     )
     biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
     flat = query.ndim == 2

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 import qkform as qk
 from qkform.checkpoints import open_checkpoint
-from qkform.errors import LayoutError, QKFormError
+from qkform.errors import QKFormError
 from qkform.layouts import AttentionLayer
 from tests import truth
 from tests.survey import attentions, build, configs
@@ -22,7 +21,12 @@ from tests.survey.trace import NormCall, Trace
 
 Array = np.ndarray[Any, Any]
 
-VERIFIED, SCANNED, NO_SOFTMAX, NOT_YET = "verified", "scanned, not verifiable", "no softmax attention", "not yet"
+VERIFIED, SCANNED, NO_SOFTMAX, NOT_YET = (
+    "verified",
+    "scanned, not verifiable",
+    "no softmax attention",
+    "not yet",
+)
 
 
 @dataclass
@@ -34,14 +38,18 @@ class Result:
     reason: str = ""
     step: str = ""  # where it stopped: config, build, feed, save, layout, compare
     built: str = ""  # the class
+    variant: str = ""  # of the small config
     fed: list[str] = field(default_factory=list)
+    unfed: list[str] = field(default_factory=list)  # parts that no input suited, with what they said
     attentions_seen: int = 0
     found_by_qkform: int = 0
     matched: int = 0
     components: list[dict[str, Any]] = field(default_factory=list)
     not_found: list[dict[str, Any]] = field(default_factory=list)  # seen in the model, unknown to qkform
     not_seen: list[str] = field(default_factory=list)  # known to qkform, not reached
-    not_read: list[dict[str, Any]] = field(default_factory=list)  # softmaxes whose operands have no plain source
+    not_read: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # softmaxes whose operands have no plain source
     skipped: list[dict[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -54,19 +62,16 @@ def examine(model_type: str) -> dict[str, Any]:
     result = Result(model_type)
     try:
         _examine(result)
+    except build.NoModel:
+        result.status, result.step = NO_SOFTMAX, ""
+        result.reason = "no class takes this config: it is a part of other configs"
     except Exception as error:
         result.reason = result.reason or f"{type(error).__name__}: {str(error)[:500]}"
     return asdict(result)
 
 
 def _examine(result: Result) -> None:
-    result.step = "config"
-    config = configs.small(result.model_type)
-    result.step = "build"
-    model = build.build(result.model_type, config)
-    result.built = type(model).__name__
-    result.step = "feed"
-    readings = list(runs(model, result))
+    model, readings = _running(result)
     seen = [a for r in readings for a in r.attentions]
     failures = [f for r in readings for f in r.failures]
     result.attentions_seen = len({a.module for a in seen} | {f.module for f in failures})
@@ -75,9 +80,10 @@ def _examine(result: Result) -> None:
         model.save_pretrained(folder)
         result.step = "layout"
         tensors = open_checkpoint(Path(folder))
-        places = _Places({n: np.asarray(tensors.read(n)) for n in tensors.tensors})
+        places = _Places(_matrices(model, Path(folder)))
         result.not_read = [
-            {"module": f.module, "reason": f.reason, "q": f.parameters[0], "k": f.parameters[1]} for f in failures
+            {"module": f.module, "reason": f.reason, "q": f.parameters[0], "k": f.parameters[1]}
+            for f in failures
         ]
         layers: list[AttentionLayer] = []
         try:
@@ -85,11 +91,49 @@ def _examine(result: Result) -> None:
             (scanned,) = qk.scan(folder, signature="none").models
             result.skipped = [dict(s) for s in scanned.skipped]
         except QKFormError as error:
-            result.reason = f"{type(error).__name__}: {str(error)[:300]}"
+            result.reason = f"{type(error).__name__}: {error!s}".replace(folder, "the file")[:300]
         result.found_by_qkform = len(layers)
         result.step = "compare"
         compare(result, layers, seen, readings, tensors, places)
     classify(result, readings, seen, failures, layers)
+
+
+def _running(result: Result) -> tuple[Any, list[attentions.Reading]]:
+    """The model of the first variant of the config that can be built and run."""
+    errors: list[tuple[int, str, Exception]] = []
+    best: tuple[int, Any, list[attentions.Reading], Result] | None = None
+    tried = []
+    for variant in configs.VARIANTS:
+        result.step, result.fed, result.unfed = "config", [], []
+        try:
+            config = configs.small(result.model_type, variant)
+            if config.to_dict() in tried:
+                continue
+            tried.append(config.to_dict())
+            result.step = "build"
+            model = build.build(result.model_type, config, check_size=not variant.widths)
+            result.built = type(model).__name__
+            result.step = "feed"
+            readings = list(runs(model, result))
+        except build.NoModel:
+            raise
+        except Exception as error:
+            errors.append((("config", "build", "feed").index(result.step), result.step, error))
+            if "requires the" in str(error):  # a library that is not there
+                break
+            continue
+        result.variant = variant.name
+        reached = sum(r.softmaxes for r in readings)
+        if best is None or reached > best[0]:
+            best = reached, model, readings, replace(result)
+        if not result.unfed:
+            break
+    if best is not None:
+        for name in ("built", "variant", "fed", "unfed"):
+            setattr(result, name, getattr(best[3], name))
+        return best[1], best[2]
+    _, result.step, error = max(errors, key=lambda e: e[0])
+    raise error
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------
@@ -103,8 +147,11 @@ def runs(model: Any, result: Result) -> Iterator[attentions.Reading]:
     for path, part in [("", model), *_parts(model)]:
         if any(path.startswith(d + ".") or d == "" for d in done) and not _untouched(part, path, touched):
             continue
+        said = len(errors)
         reading = _run(part, errors, path)
         if reading is None:
+            if path:
+                result.unfed.append("; ".join(dict.fromkeys(errors[said:]))[:400])
             continue
         done.append(path)
         assert reading.first is not None
@@ -136,7 +183,9 @@ def _run(part: Any, errors: list[str], path: str) -> attentions.Reading | None:
             with torch.no_grad():
                 call()
         except Exception as error:
-            errors.append(f"{path or 'model'}({', '.join(inputs)}): {type(error).__name__}: {str(error)[:150]}")
+            errors.append(
+                f"{path or 'model'}({', '.join(inputs)}): {type(error).__name__}: {str(error)[:150]}"
+            )
             continue
         return attentions.read(part, call)
     return None
@@ -155,11 +204,15 @@ def compare(
 ) -> None:
     truths = _truths(seen)
     left = dict(enumerate(truths))
+    parts = _truths([part for a in seen for part in a.parts()])
     for layer in layers:
         try:
             matrices = np.asarray(layer.form.matrix())
         except QKFormError as error:
             result.problems.append(f"{layer.module}: {error}")
+            continue
+        if layer.part is not None:
+            _check_part(result, layer, matrices, parts, readings, checkpoint)
             continue
         hit = next((i for i, (t, _) in enumerate(truths) if _same(matrices, t.matrix)), None)
         if hit is None:
@@ -169,13 +222,36 @@ def compare(
         true, calls = truths[hit]
         result.matched += 1
         _check(result, layer, true, calls, readings, checkpoint)
-    for true, calls in left.values():
+    for _, calls in left.values():
         a = calls[0]
         result.not_found.append(
-            {"module": a.module, "attention": a.attention, "mask": a.mask, "heads": a.matrix.shape[0],
-             "kv_heads": len(a.k.rows), "qk_norm": a.normed, "terms": a.terms,
-             "q": places.describe(a.q), "k": places.describe(a.k)}
+            {
+                "module": a.module,
+                "attention": a.attention,
+                "mask": a.mask,
+                "heads": a.matrix.shape[0],
+                "kv_heads": len(a.k.rows),
+                "qk_norm": a.normed,
+                "terms": a.terms,
+                "q": places.describe(a.q),
+                "k": places.describe(a.k),
+            }
         )
+
+
+def _check_part(
+    result: Result,
+    layer: AttentionLayer,
+    matrices: Array,
+    parts: Sequence[tuple[truth.Truth, list[attentions.Attention]]],
+    readings: Sequence[attentions.Reading],
+    checkpoint: Any,
+) -> None:
+    for true, calls in parts:
+        if _same(matrices, true.matrix):
+            _check(result, layer, true, calls, readings, checkpoint)
+            return
+    result.problems.append(f"{layer.module}: no term of the model's score is its part {layer.part!r}")
 
 
 def _truths(seen: Sequence[attentions.Attention]) -> list[tuple[truth.Truth, list[attentions.Attention]]]:
@@ -233,10 +309,23 @@ def _check(
         else:
             result.unnoticed.append(f"{layer.module}: {mutant}")
     result.components.append(
-        {"component": layer.component, "module": layer.module, "attention": layer.attention, "mask": layer.mask,
-         "q": layer.q.weight, "k": layer.k.weight, "part": layer.q.part, "transposed": layer.q.transposed,
-         "heads": layer.n_heads, "kv_heads": layer.n_kv_heads, "norm": layer.norm, "norm_kind": layer.norm_kind,
-         "flags": list(layer.flags), "terms": calls[0].terms, "offset": calls[0].q.offset or calls[0].k.offset}
+        {
+            "component": layer.component,
+            "module": layer.module,
+            "attention": layer.attention,
+            "mask": layer.mask,
+            "q": layer.q.weight,
+            "k": layer.k.weight,
+            "part": layer.q.part,
+            "transposed": layer.q.transposed,
+            "heads": layer.n_heads,
+            "kv_heads": layer.n_kv_heads,
+            "norm": layer.norm,
+            "norm_kind": layer.norm_kind,
+            "flags": list(layer.flags),
+            "terms": calls[0].terms,
+            "offset": calls[0].q.offset or calls[0].k.offset,
+        }
     )
 
 
@@ -247,7 +336,7 @@ def norm_problem(
     checkpoint: Any,
 ) -> str | None:
     """What is wrong with `norm` and `norm_kind`, None where they hold."""
-    reading = next(r for r in readings if any(a is calls[0] for a in r.attentions))
+    reading = next(r for r in readings if any(a.x is calls[0].x for a in r.attentions))
     assert reading.first is not None
     first: Trace = reading.first
     x = calls[0].x
@@ -262,14 +351,20 @@ def norm_problem(
     gain = np.asarray(checkpoint.read(name))
     modules = dict(first.model.named_modules())
     made: list[NormCall] = [
-        n for n in first.norms if isinstance(w := getattr(modules[n.module], "weight", None), torch.Tensor)
-        and w.shape == gain.shape and bool(np.array_equal(w.detach().numpy(), gain))
+        n
+        for n in first.norms
+        if isinstance(w := getattr(modules[n.module], "weight", None), torch.Tensor)
+        and w.shape == gain.shape
+        and bool(np.array_equal(w.detach().numpy(), gain))
     ]
     feeding = [n for n in made if _equal(n.y, x)]
     if not feeding:
         return f"the output of {layer.norm} is not what the attention reads"
     norm = modules[feeding[0].module]
-    eps = next((getattr(norm, n) for n in ("eps", "variance_epsilon", "epsilon", "norm_eps") if hasattr(norm, n)), 1e-6)
+    eps = next(
+        (getattr(norm, n) for n in ("eps", "variance_epsilon", "epsilon", "norm_eps") if hasattr(norm, n)),
+        1e-6,
+    )
     given = feeding[0].x.detach().numpy()
     centred = given - given.mean(-1, keepdims=True) if layer.norm_kind == "layer" else given
     expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + (eps or 0.0))
@@ -293,6 +388,16 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 # ---- where weights are in the file ------------------------------------------------------------------------
 
 
+def _matrices(model: Any, folder: Path) -> dict[str, Array]:
+    """Every tensor of floating point in the files, by name."""
+    from safetensors.torch import load_file
+
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update({n: t.double().numpy() for n, t in load_file(file).items() if t.is_floating_point()})
+    return found
+
+
 class _Places:
     """Rows and columns of every matrix in the file, by value."""
 
@@ -314,7 +419,7 @@ class _Places:
         found = [[self.rows.get(np.ascontiguousarray(r).tobytes()) for r in head] for head in w]
         flat = [f for head in found for f in head]
         if any(f is None for f in flat):
-            return f"not in the file as such; parameters {', '.join(side.projection.parameters)}"
+            return f"not in the file as such; parameters {', '.join(side.parameters)}"
         names = {(f[0], f[1]) for f in flat if f}
         where = "; ".join(f"{kind}s of {name}" for name, kind in sorted(names))
         index = np.array([[f[2] for f in head if f] for head in found])
@@ -342,7 +447,11 @@ def classify(
     open_failures = [f for f in failures if not listed(f.module)]
     open_seen = [a for a in result.not_found if not listed(a["module"])]
     if not any(r.softmaxes for r in readings) and not layers:
-        result.status, result.reason, result.step = NO_SOFTMAX, "no product reaches a softmax in its forward", ""
+        result.status, result.reason, result.step = (
+            NO_SOFTMAX,
+            "no product reaches a softmax in its forward",
+            "",
+        )
     elif result.problems or result.unnoticed:
         result.reason = "; ".join([*result.problems, *(f"not noticed: {u}" for u in result.unnoticed)])[:600]
     elif not layers:
