@@ -315,6 +315,8 @@ class _Finder:
 
     def _norm_without_weights(self, rule: Rule, at: Place) -> bool:
         """Whether the config says that queries and keys are normed, where no gain in the file shows it."""
+        if rule.qk_norm_if == ("always",):
+            return True
         for part in self.parts if rule.qk_norm_if else ():
             values = [part.values.get(key) for key in rule.qk_norm_if]
             if None not in values:
@@ -379,7 +381,8 @@ class _Finder:
     def _reduced(self, module: str) -> bool:
         """Whether keys are read from a shortened sequence: the two sides have different inputs."""
         return any(
-            f"{module}.{name}" in self.paths for name in ("sr", "sequence_reduction", "spatial_reduction")
+            f"{module}.{name}" in self.paths
+            for name in ("sr", "sequence_reduction", "sequences_reduction", "spatial_reduction")
         )
 
     def _no_softmax(self, module: str) -> str | None:

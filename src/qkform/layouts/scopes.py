@@ -49,9 +49,10 @@ _SYNONYMS: Mapping[str, frozenset[str]] = {
     "image": frozenset({"vision", "visual", "image", "vit"}),
     "audio": frozenset({"audio", "speech", "sound"}),
     "speech": frozenset({"audio", "speech"}),
+    "backbone": frozenset({"backbone", "pixel"}),
 }
 _PREFIX = re.compile(
-    r"(encoder|decoder|text|vision|audio)_(?:num_)?(?:attention_heads|heads|n_heads|key_value_heads|head_dim)"
+    r"(?:num_)?(encoder|decoder|text|vision|audio)_(?:num_)?(?:attention_heads|heads|n_heads|key_value_heads|head_dim)"
 )
 _KINDS = (
     "global",
@@ -112,7 +113,9 @@ def candidates(config: Mapping[str, Any] | None) -> list[Candidate]:
         found.append(Candidate(words, values))
         for prefix in sorted({m[1] for key in values if (m := _PREFIX.fullmatch(str(key)))}):
             renamed = {
-                key.removeprefix(f"{prefix}_"): v for key, v in values.items() if key.startswith(f"{prefix}_")
+                key.replace(f"{prefix}_", "", 1): v
+                for key, v in values.items()
+                if key.startswith((f"{prefix}_", f"num_{prefix}_"))
             }
             own = {key: v for key, v in values.items() if key in _HIDDEN + _HEAD_DIM}
             found.append(Candidate((*words, prefix), {**own, **renamed}, prefixed=True))
