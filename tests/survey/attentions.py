@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,23 +22,49 @@ class NotRead(Exception):
 
 @dataclass
 class Side:
-    """Queries or keys: (heads, rows) of one projection, in the order the model uses them."""
+    """Queries or keys: which outputs of which projections make each head, in the order the model uses them."""
 
-    projection: Projection
-    rows: Array  # (heads, d_head) outputs of the projection
+    projections: tuple[Resolved, ...]  # every one that has a part
+    which: Array  # (heads, d_head) place in `projections`
+    rows: Array  # (heads, d_head) output of it
     scale: float
     offset: bool  # something is added after the projection
 
+    @property
+    def x(self) -> torch.Tensor:
+        return self.projections[0].x
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(n for p in self.projections for n in p.parameters))
+
     def matrix(self) -> Array:
         """(heads, d_model, d_head)"""
-        assert self.projection.weight is not None
-        w = self.projection.weight.detach().double().numpy()
-        return np.swapaxes(w[self.rows], 1, 2)
+        out = np.empty((*self.rows.shape, self.projections[0].weight.shape[1]))
+        for i, p in enumerate(self.projections):
+            out[self.which == i] = p.weight[self.rows[self.which == i]]
+        return np.swapaxes(out, 1, 2)
 
     def bias(self) -> Array:
         """(heads, d_head)"""
-        b = self.projection.bias
-        return np.zeros(self.rows.shape) if b is None else b.detach().double().numpy()[self.rows]
+        out = np.zeros(self.rows.shape)
+        for i, p in enumerate(self.projections):
+            if p.bias is not None:
+                out[self.which == i] = p.bias[self.rows[self.which == i]]
+        return out
+
+    def columns(self, kept: Array) -> Side:
+        return replace(self, which=self.which[:, kept], rows=self.rows[:, kept])
+
+
+@dataclass
+class Resolved:
+    """A projection of what the attention reads; one of a latent is multiplied out."""
+
+    weight: Array  # (rows, d_model)
+    bias: Array | None  # (rows,)
+    x: torch.Tensor  # in the pass with everything in place
+    parameters: tuple[str, ...]
 
 
 @dataclass
@@ -60,6 +85,22 @@ class Attention:
     def matrix(self) -> Array:
         q, k = self.q.matrix(), self.k.matrix()
         return np.stack([q[h] @ k[g].T for h, g in enumerate(self.pairs)])
+
+    def parts(self) -> list[Attention]:
+        """The terms of a score whose keys come from several projections, each as an attention of its own."""
+        sources = self.k.which[0]
+        if len(set(sources.tolist())) < 2:
+            return []
+        out = []
+        for source in dict.fromkeys(sources.tolist()):
+            kept = sources == source
+            k, q = self.k.columns(kept), self.q.columns(kept)
+            distinct = list(dict.fromkeys(map(tuple, k.rows.tolist())))
+            pairs = [distinct.index(tuple(k.rows[g].tolist())) for g in self.pairs]
+            first = [next(i for i, r in enumerate(k.rows.tolist()) if tuple(r) == d) for d in distinct]
+            k = replace(k, which=k.which[first], rows=k.rows[first])
+            out.append(replace(self, q=q, k=k, pairs=pairs))
+        return out
 
 
 @dataclass
@@ -94,8 +135,13 @@ def read(model: torch.nn.Module, forward: Forward) -> Reading:
         for t in side
         if t[0] == "proj"
     }
+    chained = _chained(first, wanted)
+    wanted |= set(chained.values())
     norms = {n.module for n in first.norms if any(t[0] == "proj" and t[1] in wanted for t in n.tags)}
-    norms -= {n.module for n in first.norms if _is_outside(n, first, wanted)}
+    latent = {
+        n.module for n in first.norms if any(t[0] == "proj" and t[1] in chained.values() for t in n.tags)
+    }
+    norms -= {n.module for n in first.norms if _is_outside(n, first, wanted)} - latent
     options = {"without_norms": frozenset(norms), "skip_normalize": frozenset(first.normalized & wanted)}
     plain = _run(model, forward, **options)
     bases: dict[Key, int] = {}
@@ -124,13 +170,13 @@ def read(model: torch.nn.Module, forward: Forward) -> Reading:
             Failure("", f"the passes differ in the number of softmaxes: {sorted(counts)}")
         )
         return reading
-    decoder = _Decoder(plain, bases, total)
+    decoder = _Decoder((plain, zeros, ones, codes), bases, total, first, chained)
     for i, softmax in enumerate(first.softmaxes):
         passes = [t.softmaxes[i] for t in (plain, zeros, ones, codes)]
         found, problems = None, []
         for j in range(len(softmax.products)):
             try:
-                candidate = decoder.attention(softmax, [p.products[j] for p in passes], first, norms)
+                candidate = decoder.attention(softmax, [p.products[j] for p in passes], norms - latent)
             except (NotRead, IndexError) as error:
                 problems.append(str(error))
                 continue
@@ -159,6 +205,17 @@ def read(model: torch.nn.Module, forward: Forward) -> Reading:
     return reading
 
 
+def _chained(first: Trace, wanted: set[Key]) -> dict[Key, Key]:
+    """Projections of a latent that another projection of the same module makes, and that other one."""
+    out = {}
+    for key in wanted:
+        tags = first._of(first.projections[key].x)
+        inner = [t[1] for t in tags if t[0] == "proj"]
+        if len(tags) == len(inner) == 1 and inner[0][0].rpartition(".")[0] == key[0].rpartition(".")[0] != "":
+            out[key] = inner[0]
+    return out
+
+
 def _is_outside(norm: Any, first: Trace, wanted: set[Key]) -> bool:
     """A norm that feeds a projection of Q or K is no norm on queries and keys."""
     return any(p.key in wanted and p.x is norm.y for p in first.projections.values())
@@ -181,15 +238,54 @@ def _codes(p: Projection, base: int) -> torch.Tensor:
 class _Decoder:
     """Says for each element of an operand which output of which projection it is."""
 
-    def __init__(self, plain: Trace, bases: Mapping[Key, int], total: int) -> None:
+    def __init__(
+        self,
+        passes: Sequence[Trace],
+        bases: Mapping[Key, int],
+        total: int,
+        first: Trace,
+        chained: Mapping[Key, Key],
+    ) -> None:
+        self.passes, self.first, self.chained = passes, first, chained
         self.keys = list(bases)
         self.starts = np.array([*bases.values(), total])
-        self.projections = [plain.projections[k] for k in self.keys]
+        self.projections = [passes[0].projections[k] for k in self.keys]
         self.values = np.zeros(total)
         for p in self.projections:
             assert p.y is not None
             places = p.place(_codes(p, bases[p.key])).contiguous().numpy().astype(int)
             self.values[places.ravel()] = p.y.detach().double().numpy().ravel()
+        self.known: dict[Key, Resolved] = {}
+
+    def resolved(self, key: Key) -> Resolved:
+        """A projection as one of what the attention reads."""
+        if key in self.known:
+            return self.known[key]
+        p = self.passes[0].projections[key]
+        assert p.weight is not None
+        weight = p.weight.detach().double().numpy()
+        bias = None if p.bias is None else p.bias.detach().double().numpy()
+        out = Resolved(weight, bias, self.first.projections[key].x, p.parameters)
+        if key in self.chained:
+            try:
+                out = self._through(key, out)
+            except NotRead:
+                pass  # something that is not linear stands between: the latent is what the attention reads
+        self.known[key] = out
+        return out
+
+    def _through(self, key: Key, outer: Resolved) -> Resolved:
+        which, _, rows, scale, offset = self.side([t.projections[key].x for t in self.passes])
+        flat = rows.reshape(-1, rows.shape[-1])
+        if len(set(which.ravel().tolist())) != 1 or offset or (flat != flat[0]).any():
+            raise NotRead("the latent is not a plain part of one projection")
+        inner = self.resolved(self.keys[which.flat[0]])
+        bias = outer.bias
+        if inner.bias is not None:
+            added = scale * outer.weight @ inner.bias[flat[0]]
+            bias = added if bias is None else bias + added
+        weight = scale * outer.weight @ inner.weight[flat[0]]
+        return Resolved(weight, bias, inner.x, (*outer.parameters, *inner.parameters))
 
     def side(self, operands: Sequence[torch.Tensor]) -> tuple[Array, Array, Array, float, bool]:
         """(projection, token, row) of each element, the scale, and whether anything is added."""
@@ -224,26 +320,19 @@ class _Decoder:
             bool(np.abs(zeros).max() > 0),
         )
 
-    def attention(
-        self, softmax: Softmax, passes: Sequence[Product], first: Trace, norms: set[str]
-    ) -> Attention:
+    def attention(self, softmax: Softmax, passes: Sequence[Product], norms: set[str]) -> Attention:
         q = self.side([p.left for p in passes])
         k = self.side([p.right for p in passes])
-        sides = []
-        for name, (which, _, _, _, _) in (("queries", q), ("keys", k)):
-            used = set(np.unique(which).tolist()) - {-1}
-            if len(used) > 1:
-                parts = " and ".join(", ".join(self.projections[u].parameters) for u in sorted(used))
-                raise NotRead(f"the {name} are put together from several projections: {parts}")
-            sides.append(self.projections[used.pop()])
         d = q[0].shape[-1]
-        q_tuples, k_tuples = (
-            np.broadcast_to(s[2], s[2].shape).reshape(-1, s[2].shape[-2], d) for s in (q, k)
+        lead = np.broadcast_shapes(q[0].shape[:-2], k[0].shape[:-2])
+        codes_q, codes_k = (
+            np.broadcast_to(np.where(s[2] >= 0, s[0] * STRIDE + s[2], -1), (*lead, *s[2].shape[-2:])).reshape(
+                -1, s[2].shape[-2], d
+            )
+            for s in (q, k)
         )
         pairs: dict[tuple[int, ...], tuple[int, ...]] = {}
-        if len(q_tuples) != len(k_tuples):
-            raise NotRead(f"operands of {len(q_tuples)} and {len(k_tuples)} matrices")
-        for rows_q, rows_k in zip(q_tuples, k_tuples, strict=True):
+        for rows_q, rows_k in zip(codes_q, codes_k, strict=True):
             keys = {tuple(r) for r in np.unique(rows_k, axis=0).tolist() if min(r) >= 0}
             for row in dict.fromkeys(tuple(r) for r in rows_q.tolist() if min(r) >= 0):
                 if len(keys) != 1:
@@ -255,32 +344,55 @@ class _Decoder:
         k_heads = list(dict.fromkeys(pairs.values()))
         if not q_heads:
             raise NotRead("no whole head reaches the product")
-        x_q, x_k = (first.projections[p.key].x for p in sides)
+        side_q, side_k = self._side(np.array(q_heads), q), self._side(np.array(k_heads), k)
+        x_q, x_k = side_q.x, side_k.x
         same = x_q is x_k or (x_q.shape == x_k.shape and bool(torch.equal(x_q, x_k)))
+        used = [self.keys[i] for i in sorted({*np.unique(q[0]).tolist(), *np.unique(k[0]).tolist()} - {-1})]
         return Attention(
             module=softmax.module,
             attention="self" if same else "cross",
             mask=_mask(softmax, q[1], k[1]) if same else "bidirectional",
-            q=Side(sides[0], np.array(q_heads), q[3], q[4]),
-            k=Side(sides[1], np.array(k_heads), k[3], k[4]),
+            q=side_q,
+            k=side_k,
             pairs=[k_heads.index(pairs[h]) for h in q_heads],
-            normed=_normed(first, norms, sides),
+            normed=_normed(self.first, norms, used),
             terms=0,
             x=x_q,
         )
 
+    def _side(self, codes: Array, read: tuple[Array, Array, Array, float, bool]) -> Side:
+        numbers = list(dict.fromkeys((codes // STRIDE).ravel().tolist()))
+        found = tuple(self.resolved(self.keys[i]) for i in numbers)
+        if (
+            any(
+                r.x is not found[0].x and not torch.equal(r.x, found[0].x)
+                for r in found
+                if r.x.shape == found[0].x.shape
+            )
+            or len({r.x.shape for r in found}) > 1
+        ):
+            parts = " and ".join(", ".join(r.parameters) for r in found)
+            raise NotRead(f"put together from projections of different inputs: {parts}")
+        places = np.vectorize(numbers.index)(codes // STRIDE)
+        return Side(found, places, codes % STRIDE, read[3], read[4])
 
-def _normed(first: Trace, norms: set[str], sides: Sequence[Projection]) -> bool:
-    keys = {("proj", p.key) for p in sides}
+
+STRIDE = 1 << 20  # more than any projection here has rows
+
+
+def _normed(first: Trace, norms: set[str], sides: Sequence[Key]) -> bool:
+    keys = {("proj", key) for key in sides}
     by_module = any(n.module in norms and n.tags & keys for n in first.norms)
-    return by_module or any(p.key in first.normalized for p in sides)
+    return by_module or any(key in first.normalized for key in sides)
 
 
 def _mask(softmax: Softmax, q_tokens: Array, k_tokens: Array) -> str:
     """Whether any token gives weight to a later one."""
     p = softmax.probabilities.detach().numpy()
     t, s = q_tokens.shape[-2], k_tokens.shape[-2]
-    lead = int(np.prod(q_tokens.shape[:-2]))
+    lead_shape = np.broadcast_shapes(q_tokens.shape[:-2], k_tokens.shape[:-2])
+    lead = int(np.prod(lead_shape))
+    q_tokens, k_tokens = (np.broadcast_to(x, (*lead_shape, *x.shape[-2:])) for x in (q_tokens, k_tokens))
     if (
         softmax.dim not in (-1, p.ndim - 1)
         or p.shape[-2] != t

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +16,13 @@ from tests.survey.trace import is_norm
 
 class NotBuilt(Exception):
     """No model could be made from the config; says why."""
+
+
+class NoModel(Exception):
+    """No class takes this config: it is a part of the config of other models."""
+
+
+LARGEST = 40_000_000  # parameters: a larger model is not small
 
 
 class AngleZero(TorchFunctionMode):
@@ -52,7 +58,8 @@ def classes(model_type: str, config: Any) -> list[type]:
         "MODEL_FOR_CONDITIONAL_GENERATION_MAPPING_NAMES",
         "MODEL_FOR_PRETRAINING_MAPPING_NAMES",
     ]
-    mappings += [n for n in dir(modeling_auto) if n.endswith("MAPPING_NAMES") and n not in mappings]
+    others = [n for n in dir(modeling_auto) if n.startswith("MODEL_") and n.endswith("MAPPING_NAMES")]
+    mappings += [n for n in others if n not in mappings]
     for mapping in mappings:
         value = getattr(modeling_auto, mapping, {}).get(model_type, ())
         names += [value] if isinstance(value, str) else list(value)
@@ -77,13 +84,20 @@ def classes(model_type: str, config: Any) -> list[type]:
 EAGER = {"attn_implementation": "eager"}
 
 
-def build(model_type: str, config: Any) -> Any:
+def build(model_type: str, config: Any, *, check_size: bool = False) -> Any:
     """The first class that can be built, in double precision, with random weights."""
     quiet()
     tried = []
-    for cls in classes(model_type, config):
+    found = classes(model_type, config)
+    if not found:
+        raise NoModel
+    for cls in found:
         for options in ({**EAGER, "experts_implementation": "eager"}, EAGER, {}):
             torch.manual_seed(sum(model_type.encode()))
+            size = _parameters(cls, config, options) if check_size else 0
+            if size > LARGEST:
+                tried.append(f"{cls.__name__} has {size:.1e} parameters")
+                break
             try:
                 with AngleZero():
                     model = cls._from_config(config, **options)
@@ -92,6 +106,15 @@ def build(model_type: str, config: Any) -> Any:
                 continue
             return randomised(model.double().eval())
     raise NotBuilt("; ".join(dict.fromkeys(tried)) or "no model class takes this config")
+
+
+def _parameters(cls: Any, config: Any, options: Mapping[str, Any]) -> int:
+    """How many parameters the model would have; 0 if it cannot be laid out without memory."""
+    try:
+        with torch.device("meta"):
+            return sum(p.numel() for p in cls._from_config(config, **options).parameters())
+    except Exception:
+        return 0
 
 
 def randomised(model: Any) -> Any:
@@ -167,6 +190,8 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
     channels, height, across = _image(config)
     channels = channels if isinstance(channels, int) else 3
     text = {"input_ids": ids(vocabulary=vocabulary)}
+    if "bbox" in takes:
+        text["bbox"] = torch.randint(0, 60, (BATCH, LENGTH, 4), generator=_generator()).sort(-1).values
     decoder = {"decoder_input_ids": ids(9, vocabulary)} if "decoder_input_ids" in takes else {}
     pixels = {"pixel_values": noise(BATCH, channels, height, across)}
     mels = _first(
@@ -208,8 +233,64 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
     for name in ("inputs_embeds", "hidden_states", "inputs", "embeddings", "x"):
         if name in takes:
             options += [{name: noise(BATCH, LENGTH, width)}, {name: noise(BATCH, LENGTH, width), **states}]
+    grids = _grids(config, takes)
+    if grids:
+        options = [*grids, *options]
+    required = [n for n, p in takes.items() if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
+    known = {"input_ids": text["input_ids"], **pixels, **decoder, **waves[0], **sounds[0]}
+    if not options:
+        options = [{}]
     for option in options:
-        yield {k: v for k, v in option.items() if k in takes or k == main}
+        given = {k: v for k, v in option.items() if k in takes or k == main}
+        for name in required:
+            if name not in given:
+                value = known.get(name, _required(name, width))
+                if value is not None:
+                    given[name] = value
+        yield given
+
+
+def _grids(config: Any, takes: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Patches of one image of 4 by 4, as the towers take them that are told the grid."""
+    grid = torch.tensor([[1, 4, 4]])
+    patch = _first(config, "patch_size", default=16)
+    patch = patch if isinstance(patch, int) else patch[-1]
+    inner = _first(config, "in_channels", "num_channels", "in_chans", default=3)
+    times = _first(config, "temporal_patch_size", default=1)
+    flat = noise(16, (inner if isinstance(inner, int) else 3) * times * patch * patch)
+    still = noise(16, (inner if isinstance(inner, int) else 3) * patch * patch)
+    square = still.reshape(16, -1, patch, patch)
+    main = next((n for n in ("hidden_states", "pixel_values", "x") if n in takes), None)
+    named = next(
+        (n for n in ("grid_thw", "image_grid_thw", "grid_hw", "grid_hws", "grids") if n in takes), None
+    )
+    if main is None or named is None or "input_ids" in takes:
+        return []
+    shapes = (grid, grid[:, 1:])
+    return [{main: x, named: g} for g in shapes for x in (flat, still, square, flat[None], still[None])]
+
+
+def _required(name: str, width: int) -> Any:
+    """A value for an argument that a forward cannot do without."""
+    if name in (
+        "inputs_embeds",
+        "hidden_states",
+        "query_embeds",
+        "embeddings",
+        "x",
+        "encoder_hidden_states",
+        "query",
+    ):
+        return noise(BATCH, LENGTH, width)
+    if "mask" in name:
+        return torch.ones(BATCH, LENGTH if "feature" not in name else 64, dtype=torch.long)
+    if name in ("bbox", "bboxes"):
+        return torch.ones(BATCH, LENGTH, 4, dtype=torch.long)
+    if name in ("position_ids", "cache_position"):
+        return torch.arange(LENGTH)[None].expand(BATCH, -1)
+    if name == "past_values":
+        return noise(BATCH, 64)
+    return None
 
 
 def forward(model: Any, inputs: Mapping[str, Any]) -> Callable[[], Any]:

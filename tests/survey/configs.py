@@ -18,14 +18,18 @@ RULES: tuple[tuple[str, Any], ...] = (
         LAYERS,
     ),
     (r"(num_hidden_blocks|num_blocks|layers|resampler_depth|n_blocks|decoder_num_hidden_layers)", 2),
-    (r"(vocab_size|.*_vocab_size(_base)?|n_vocab|vocabulary_size)", VOCABULARY),
     (r"type_vocab_size", lambda v: v),
+    (r"(vocab_size|.*_vocab_size(_base)?|n_vocab|vocabulary_size|vocab_size_per_layer_input)", VOCABULARY),
+    (r"hidden_size_per_layer_input", 6),
     (r".*(key_value_heads|n_head_kv|kv_heads|multi_query_group_num|kv_n_heads)", KV_HEADS),
     (r"(num_attention_heads|n_heads?|num_heads|.*attention_heads|.*_num_heads|.*_n_heads|nhead)", HEADS),
     (r"(qk_nope_head_dim)", 10),
     (r"(qk_rope_head_dim)", ROPE_DIM),
     (r"(rotary_dim)", 4),
-    (r"(head_dim|.*_head_dim|attention_head_dim|d_kv|kv_channels|head_size)", lambda v: 0 if v == 0 else HEAD_DIM),
+    (
+        r"(head_dim|.*_head_dim|attention_head_dim|d_kv|kv_channels|head_size)",
+        lambda v: 0 if v == 0 else HEAD_DIM,
+    ),
     (r"(kv_lora_rank|q_lora_rank|.*lora_rank)", 12),
     (
         r"(hidden_size|d_model|n_embd|dim|hidden_dim|embed_dim|.*_hidden_size|.*_embed_dim|.*embedding_size)",
@@ -66,7 +70,34 @@ NARROW = tuple(rule for rule in RULES if rule[1] in (LAYERS, 2, VOCABULARY) or r
 KEPT = {"transformers_version", "id2label", "label2id", "torch_dtype", "dtype", "architectures"}
 
 # What the rules get wrong, by model type (also of a sub-config). A value of ... drops the key.
-SETTINGS: Mapping[str, Mapping[str, Any]] = {}
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "esm": {
+        "vocab_size": VOCABULARY,
+        "pad_token_id": 1,
+        "mask_token_id": 2,
+        "position_embedding_type": "rotary",
+    },
+    "xlnet": {"d_head": 8},
+    "zaya": {"num_experts_per_tok": 1},
+    "autoformer": {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2]},
+    "informer": {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2]},
+    "time_series_transformer": {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2]},
+    "bridgetower_vision_model": {"hidden_size": 64},
+    "bit": {"num_groups": 2},
+    "clvp_encoder": {"projection_dim": 32},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "audio-spectrogram-transformer": {"max_length": 64, "num_mel_bins": 32},
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "d_fine": {"decoder_attention_heads": 4, "d_model": 32},
+    "deimv2": {"decoder_attention_heads": 4, "d_model": 32},
+    "dbrx": {"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 128},
+    "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
+    "fun_asr_nano": {},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+}
 
 
 @dataclass(frozen=True)
@@ -77,6 +108,7 @@ class Variant:
     even_heads: bool = False  # d_head = d_model / n_heads
     grouped: bool = True  # fewer key heads than query heads
     widths: bool = True  # shrink widths too
+    sections: bool = False  # rotary angles for time, height and width, which a default config leaves out
 
 
 VARIANTS = (
@@ -84,6 +116,8 @@ VARIANTS = (
     Variant("d_head = d_model / n_heads", even_heads=True),
     Variant("one key head per query head", grouped=False),
     Variant("both", even_heads=True, grouped=False),
+    Variant("sections", sections=True),
+    Variant("sections, d_head = d_model / n_heads", sections=True, even_heads=True),
     Variant("default widths", widths=False),
 )
 
@@ -153,7 +187,9 @@ def _fitted(out: dict[str, Any], variant: Variant) -> None:
     """Sizes that depend on each other."""
     if not variant.widths:
         return
-    heads = next((out[k] for k in ("num_attention_heads", "num_heads", "n_head") if isinstance(out.get(k), int)), 0)
+    heads = next(
+        (out[k] for k in ("num_attention_heads", "num_heads", "n_head") if isinstance(out.get(k), int)), 0
+    )
     width = next((out[k] for k in ("hidden_size", "d_model", "n_embd") if isinstance(out.get(k), int)), 0)
     if isinstance(out.get("head_dim"), int) and out["head_dim"]:
         if isinstance(out.get("qk_rope_head_dim"), int):
@@ -169,6 +205,8 @@ def _fitted(out: dict[str, Any], variant: Variant) -> None:
     rotated = out.get("qk_rope_head_dim") or out.get("head_dim") or (width // heads if heads else HEAD_DIM)
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(out.get(key), dict):
+            if variant.sections and "mrope_section" not in out[key]:
+                out[key] = {**out[key], "mrope_section": [1, 1, 2]}
             out[key] = _small_rotary(out[key], rotated)
     if isinstance(out.get("mrope_section"), (list, tuple)):
         out["mrope_section"] = _sections(out["mrope_section"], rotated)

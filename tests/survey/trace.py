@@ -16,8 +16,8 @@ Rotary angles are 0 while watched (cosines are 1, sines 0), and norms on queries
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -305,7 +305,12 @@ def _as_projection(func: Any, name: str, args: Any, kwargs: Any, is_parameter: C
     if name == "addmm" and len(args) > 2 and is_parameter(args[2]):
         b, x, m = args[:3]
         return x, m.T, b, lambda c: c, [m]
-    if name in ("matmul", "__matmul__", "mm") and len(args) > 1 and is_parameter(args[1]) and not is_parameter(args[0]):
+    if (
+        name in ("matmul", "__matmul__", "mm")
+        and len(args) > 1
+        and is_parameter(args[1])
+        and not is_parameter(args[0])
+    ):
         x, m = args[:2]
         if m.ndim != 2:
             return None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ class Result:
     built: str = ""  # the class
     variant: str = ""  # of the small config
     fed: list[str] = field(default_factory=list)
+    unfed: list[str] = field(default_factory=list)  # parts that no input suited, with what they said
     attentions_seen: int = 0
     found_by_qkform: int = 0
     matched: int = 0
@@ -62,6 +62,9 @@ def examine(model_type: str) -> dict[str, Any]:
     result = Result(model_type)
     try:
         _examine(result)
+    except build.NoModel:
+        result.status, result.step = NO_SOFTMAX, ""
+        result.reason = "no class takes this config: it is a part of other configs"
     except Exception as error:
         result.reason = result.reason or f"{type(error).__name__}: {str(error)[:500]}"
     return asdict(result)
@@ -88,7 +91,7 @@ def _examine(result: Result) -> None:
             (scanned,) = qk.scan(folder, signature="none").models
             result.skipped = [dict(s) for s in scanned.skipped]
         except QKFormError as error:
-            result.reason = f"{type(error).__name__}: {str(error)}".replace(folder, "the file")[:300]
+            result.reason = f"{type(error).__name__}: {error!s}".replace(folder, "the file")[:300]
         result.found_by_qkform = len(layers)
         result.step = "compare"
         compare(result, layers, seen, readings, tensors, places)
@@ -98,20 +101,37 @@ def _examine(result: Result) -> None:
 def _running(result: Result) -> tuple[Any, list[attentions.Reading]]:
     """The model of the first variant of the config that can be built and run."""
     errors: list[tuple[int, str, Exception]] = []
+    best: tuple[int, Any, list[attentions.Reading], Result] | None = None
+    tried = []
     for variant in configs.VARIANTS:
-        result.step, result.fed = "config", []
+        result.step, result.fed, result.unfed = "config", [], []
         try:
             config = configs.small(result.model_type, variant)
+            if config.to_dict() in tried:
+                continue
+            tried.append(config.to_dict())
             result.step = "build"
-            model = build.build(result.model_type, config)
+            model = build.build(result.model_type, config, check_size=not variant.widths)
             result.built = type(model).__name__
             result.step = "feed"
             readings = list(runs(model, result))
+        except build.NoModel:
+            raise
         except Exception as error:
             errors.append((("config", "build", "feed").index(result.step), result.step, error))
+            if "requires the" in str(error):  # a library that is not there
+                break
             continue
         result.variant = variant.name
-        return model, readings
+        reached = sum(r.softmaxes for r in readings)
+        if best is None or reached > best[0]:
+            best = reached, model, readings, replace(result)
+        if not result.unfed:
+            break
+    if best is not None:
+        for name in ("built", "variant", "fed", "unfed"):
+            setattr(result, name, getattr(best[3], name))
+        return best[1], best[2]
     _, result.step, error = max(errors, key=lambda e: e[0])
     raise error
 
@@ -127,8 +147,11 @@ def runs(model: Any, result: Result) -> Iterator[attentions.Reading]:
     for path, part in [("", model), *_parts(model)]:
         if any(path.startswith(d + ".") or d == "" for d in done) and not _untouched(part, path, touched):
             continue
+        said = len(errors)
         reading = _run(part, errors, path)
         if reading is None:
+            if path:
+                result.unfed.append("; ".join(dict.fromkeys(errors[said:]))[:400])
             continue
         done.append(path)
         assert reading.first is not None
@@ -181,11 +204,15 @@ def compare(
 ) -> None:
     truths = _truths(seen)
     left = dict(enumerate(truths))
+    parts = _truths([part for a in seen for part in a.parts()])
     for layer in layers:
         try:
             matrices = np.asarray(layer.form.matrix())
         except QKFormError as error:
             result.problems.append(f"{layer.module}: {error}")
+            continue
+        if layer.part is not None:
+            _check_part(result, layer, matrices, parts, readings, checkpoint)
             continue
         hit = next((i for i, (t, _) in enumerate(truths) if _same(matrices, t.matrix)), None)
         if hit is None:
@@ -210,6 +237,21 @@ def compare(
                 "k": places.describe(a.k),
             }
         )
+
+
+def _check_part(
+    result: Result,
+    layer: AttentionLayer,
+    matrices: Array,
+    parts: Sequence[tuple[truth.Truth, list[attentions.Attention]]],
+    readings: Sequence[attentions.Reading],
+    checkpoint: Any,
+) -> None:
+    for true, calls in parts:
+        if _same(matrices, true.matrix):
+            _check(result, layer, true, calls, readings, checkpoint)
+            return
+    result.problems.append(f"{layer.module}: no term of the model's score is its part {layer.part!r}")
 
 
 def _truths(seen: Sequence[attentions.Attention]) -> list[tuple[truth.Truth, list[attentions.Attention]]]:
@@ -294,7 +336,7 @@ def norm_problem(
     checkpoint: Any,
 ) -> str | None:
     """What is wrong with `norm` and `norm_kind`, None where they hold."""
-    reading = next(r for r in readings if any(a is calls[0] for a in r.attentions))
+    reading = next(r for r in readings if any(a.x is calls[0].x for a in r.attentions))
     assert reading.first is not None
     first: Trace = reading.first
     x = calls[0].x
@@ -377,7 +419,7 @@ class _Places:
         found = [[self.rows.get(np.ascontiguousarray(r).tobytes()) for r in head] for head in w]
         flat = [f for head in found for f in head]
         if any(f is None for f in flat):
-            return f"not in the file as such; parameters {', '.join(side.projection.parameters)}"
+            return f"not in the file as such; parameters {', '.join(side.parameters)}"
         names = {(f[0], f[1]) for f in flat if f}
         where = "; ".join(f"{kind}s of {name}" for name, kind in sorted(names))
         index = np.array([[f[2] for f in head if f] for head in found])

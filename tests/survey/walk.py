@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-SECONDS = 90.0  # for one model type
-MEMORY = 8 << 30  # bytes of address space beyond what the imports need
+import psutil
+
+SECONDS = 60.0  # of processor time for one model type
+PATIENCE = 6.0  # times as many seconds by the clock, on a busy machine
+MEMORY = 8 << 30  # bytes of address space of a worker
 RECYCLED = 60  # model types after which a worker starts afresh: modeling files stay in memory
 
 
@@ -35,7 +38,7 @@ def _serve(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)  # what a forward pass makes on the way is in double precision too
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY + (8 << 30),) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     while (model_type := pipe.recv()) is not None:
         pipe.send(verify.examine(model_type))
 
@@ -45,7 +48,8 @@ class _Worker:
     process: Any
     pipe: Connection
     model_type: str = ""
-    since: float = 0.0
+    since: float = 0.0  # by the clock
+    before: float = 0.0  # processor time used until then
     served: int = 0
 
     @classmethod
@@ -56,6 +60,17 @@ class _Worker:
         process.start()
         theirs.close()
         return cls(process, ours)
+
+    def used(self) -> float:
+        """Seconds of processor time since the process started."""
+        try:
+            times = psutil.Process(self.process.pid).cpu_times()
+        except psutil.Error:
+            return self.before
+        return float(times.user + times.system)
+
+    def spent(self) -> float:
+        return self.used() - self.before
 
     def stop(self) -> None:
         self.process.kill()
@@ -79,7 +94,7 @@ def results(names: Sequence[str], jobs: int, *, seconds: float = SECONDS) -> Ite
                         answer = worker.pipe.recv()
                     except (EOFError, OSError):
                         answer = _lost(worker, f"the process ended with code {_code(worker)}")
-                elif time.monotonic() - worker.since > seconds:
+                elif worker.spent() > seconds or time.monotonic() - worker.since > PATIENCE * seconds:
                     answer = _lost(worker, f"took more than {seconds:.0f} seconds")
                 if answer is None:
                     continue
@@ -98,6 +113,7 @@ def results(names: Sequence[str], jobs: int, *, seconds: float = SECONDS) -> Ite
 
 def _given(worker: _Worker, waiting: list[str]) -> _Worker:
     worker.model_type, worker.since = waiting.pop(), time.monotonic()
+    worker.before = worker.used()
     worker.pipe.send(worker.model_type)
     return worker
 

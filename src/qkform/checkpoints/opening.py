@@ -100,7 +100,9 @@ def _open_folder(folder: Path, source: str) -> Checkpoint:
         if found is not None:
             return found
     if "adapter_config.json" in names:
-        raise SourceError(f"{source} holds an adapter and no model; the base that it names is scanned with it")
+        raise SourceError(
+            f"{source} holds an adapter and no model; the base that it names is scanned with it"
+        )
     other = [n for n in names if Path(n).suffix.lower() in _UNREAD]
     if other:
         raise SourceError(

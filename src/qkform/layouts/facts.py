@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -58,13 +58,17 @@ def blocks_of(model_type: str) -> Sequence[Block]:
     return (*blocks.get(model_type, ()), *blocks.get("*", ()))
 
 
-def block_of(model_type: str, module: str) -> Block | None:
-    """The facts about one module, None if there are none."""
-    fitting = [b for b in blocks_of(model_type) if not b.skip and place(b.module, module) is not None]
+def block_of(model_type: str, module: str, own: Block | None = None) -> Block | None:
+    """The facts about one module, None if there are none. `own` is the block that named its tensors, if one did."""
+    fitting = [
+        b
+        for b in blocks_of(model_type)
+        if b is own or not (b.skip or b.names_tensors or place(b.module, module) is None)
+    ]
     facts: dict[str, Any] = {}
     for block in reversed(fitting):
         facts.update(block.facts)
-    return replace(fitting[0], facts=facts) if fitting else None
+    return Block((own or fitting[0]).module, facts) if fitting else None
 
 
 def without_attention(model_type: str | None) -> str | None:
