@@ -10,7 +10,7 @@ from typing import Any
 
 from qkform.errors import LayoutError, SourceError
 from qkform.layouts import AttentionLayer, Layout, Manual, Overrides, find_layers
-from qkform.layouts.blocks import blocks_of
+from qkform.layouts.facts import blocks_of
 from qkform.layouts.manual import QUERY
 from qkform.layouts.match import place
 from qkform.layouts.rules import families
