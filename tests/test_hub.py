@@ -31,6 +31,7 @@ from qkform.checkpoints.remote import Target, Web
 from qkform.checkpoints.safetensors import BITS, header_length, parse_header
 from qkform.errors import CheckpointError, ConfigError, QKFormError, SourceError
 from qkform.layouts import find_layers
+from qkform.options import Options
 from tests.conftest import BERT_CONFIG, bert_tensors
 from tests.hub_server import COMMIT, OTHER, Hub
 from tests.test_layouts import gguf_file
@@ -618,7 +619,7 @@ def test_the_token_goes_to_the_hub_and_to_no_other_host(hub, tmp_path, caplog):
     assert any(h.get("authorization") == f"Bearer {TOKEN}" for h in asked)
     assert TOKEN not in table.to_json()
     assert TOKEN not in caplog.text
-    assert TOKEN not in repr(qk.scanner.Options(token=TOKEN))
+    assert TOKEN not in repr(Options(token=TOKEN))
     hub_requests = [p for _, p, h in hub.requests if "authorization" in h and p.endswith(".safetensors")]
     assert len(hub_requests) < len(hub.cdn_requests)  # an address that the hub gave out is asked directly
 

@@ -276,7 +276,7 @@ def test_gamma_moves_the_threshold(write_model):
 def test_signature_is_left_out_with_a_reason(bert, monkeypatch):
     rows = qk.scan(bert, signature="none").rows
     assert all(r["positive_directions"] is None and "not asked" in r["reason"] for r in rows)
-    monkeypatch.setattr("qkform.scanner.SIGNATURE_SIZE", 8)
+    monkeypatch.setattr("qkform.scoring.SIGNATURE_SIZE", 8)
     auto = qk.scan(bert)
     assert all(r["positive_directions"] is None and "--signature all" in r["reason"] for r in auto.layers)
     assert all(r["positive_directions"] is not None and r["reason"] is None for r in auto.heads)
@@ -383,7 +383,7 @@ def test_a_notebook_shows_layers_and_obeys_no_markup(write_model):
 
 
 def test_heads_scored_in_parts_are_the_same_heads(write_model, monkeypatch):
-    from qkform import scanner
+    from qkform import scoring
 
     rng = np.random.default_rng(3)
     tensors = {}
@@ -395,7 +395,7 @@ def test_heads_scored_in_parts_are_the_same_heads(write_model, monkeypatch):
     whole = qk.scan(folder).rows
     parts = []
     groups = qk.BilinearForm.groups
-    monkeypatch.setattr(scanner, "AT_ONCE", 1)
+    monkeypatch.setattr(scoring, "AT_ONCE", 1)
     monkeypatch.setattr(
         qk.BilinearForm, "groups", lambda form, n: (parts.append(p) or p for p in groups(form, n))
     )

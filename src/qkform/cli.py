@@ -24,8 +24,9 @@ from qkform.errors import ConfigError, QKFormError, RecordError
 
 if TYPE_CHECKING:
     from qkform.differences import DiffTable
+    from qkform.options import Options
     from qkform.records import ScoreTable
-    from qkform.scanner import Options, Progress
+    from qkform.scanner import Progress
 
 LONGEST = 2500  # characters of one message: names in a hostile file can be millions long
 
@@ -121,7 +122,7 @@ def scan(
     download
         Fetch whole files into the hub cache where a model cannot be read in parts (no safetensors).
     """
-    from qkform.scanner import Options
+    from qkform.options import Options
 
     if not sources:
         return _fail("name at least one source, for example: qkform scan sample:minilm")
@@ -227,7 +228,7 @@ def diff(
         Fetch whole files into the hub cache where a model cannot be read in parts (no safetensors).
     """
     from qkform.differ import diff as compared
-    from qkform.scanner import Options
+    from qkform.options import Options
 
     options = Options(
         heads,
@@ -269,7 +270,7 @@ def demo(
     quiet
         No progress and no notes on stderr.
     """
-    from qkform.scanner import Options
+    from qkform.options import Options
 
     _check_targets((), (), html, None)
     table, faults = _scan_all(["sample:minilm", "sample:smollm2"], Options(), quiet=quiet)

@@ -13,8 +13,10 @@ from qkform.errors import LayoutError, QKFormError
 from qkform.form import BilinearForm
 from qkform.form.change import change
 from qkform.layouts import AttentionLayer, Layout
+from qkform.options import Options
 from qkform.records import Row
-from qkform.scanner import Options, Progress, Source, at_once, conventions, opened
+from qkform.scanner import Progress, Source, opened
+from qkform.scoring import at_once, conventions
 
 Pair = tuple[AttentionLayer, AttentionLayer]
 

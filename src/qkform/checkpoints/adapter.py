@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,14 @@ _UNREAD = {  # settings under which W + scaling * B A is not what the model comp
     "use_qalora": "pools its inputs (QALoRA)",
     "megatron_config": "is split over Megatron's ranks",
 }
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """A folder that holds an adapter, and the commit it was fetched at."""
+
+    path: Path
+    revision: str | None
 
 
 def is_adapter(path: Path) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, cast
 from urllib.parse import quote
 
+from qkform.checkpoints.adapter import AdapterFolder, is_adapter
 from qkform.checkpoints.ahead import AheadReader
 from qkform.checkpoints.base import MAX_JSON_BYTES, Checkpoint, Local, parse_json, refuse_pointer
 from qkform.checkpoints.choice import Ranges, Whole, choose
@@ -26,7 +27,7 @@ from qkform.errors import CheckpointError, ConfigError, SourceError
 
 def open_hub(
     repo_id: str, *, revision: str | None, token: str | None, download: bool, source: str
-) -> Checkpoint:
+) -> Checkpoint | AdapterFolder:
     """A model of the hub at one commit; `repo_id` is anything that `hub_name` knows.
 
     Raises SourceError (missing, gated, offline, or readable only with `download`), CheckpointError or ConfigError.
@@ -56,7 +57,7 @@ class _Opening:
         self.download = download
         self.endpoint, self.offline = constants.ENDPOINT, constants.is_offline_mode()
 
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self) -> Checkpoint | AdapterFolder:
         if self.offline:
             return self._offline(f"{self.source[:200]}: HF_HUB_OFFLINE is set")
         if self.revision and COMMIT.fullmatch(self.revision):
@@ -98,7 +99,7 @@ class _Opening:
             )
         return commit, dict(_files(siblings))
 
-    def _cached(self, commit: str) -> Checkpoint | None:
+    def _cached(self, commit: str) -> Checkpoint | AdapterFolder | None:
         """The checkpoint in the user's cache, if safetensors of this commit are there to the last shard."""
         folder = snapshot(self.name.repo_id, commit)
         place = folder / self.name.path if folder is not None else None
@@ -113,12 +114,14 @@ class _Opening:
         except SourceError:  # a shard is missing
             return None
 
-    def _local(self, place: Path, commit: str) -> Checkpoint:
+    def _local(self, place: Path, commit: str) -> Checkpoint | AdapterFolder:
+        if is_adapter(place):
+            return AdapterFolder(place, commit)
         checkpoint = open_checkpoint(place, source=self.source)
         cast(Local, checkpoint).revision = commit
         return checkpoint
 
-    def _offline(self, why: str) -> Checkpoint:
+    def _offline(self, why: str) -> Checkpoint | AdapterFolder:
         """Whatever the cache has of the revision."""
         commit = cached_commit(self.name.repo_id, self.revision or "main")
         folder = snapshot(self.name.repo_id, commit) if commit else None
@@ -142,7 +145,9 @@ class _Opening:
         url = hf_hub_url(self.name.repo_id, file, revision=commit, endpoint=self.endpoint)
         return Target(url, f"{self.name.repo_id}/{file}", sizes.get(file))
 
-    def _ranged(self, chosen: Ranges, commit: str, sizes: Mapping[str, int | None]) -> Checkpoint:
+    def _ranged(
+        self, chosen: Ranges, commit: str, sizes: Mapping[str, int | None]
+    ) -> Checkpoint | AdapterFolder:
         root = Path(self.name.repo_id)
         folder = root / PurePosixPath(chosen.folder)
         config_file = str(PurePosixPath(chosen.folder) / "config.json")
@@ -189,7 +194,9 @@ class _Opening:
         refuse_pointer(Path(target.name), data[:64])
         return parse_json(data, target.name)
 
-    def _downloaded(self, chosen: Whole, commit: str, sizes: Mapping[str, int | None]) -> Checkpoint:
+    def _downloaded(
+        self, chosen: Whole, commit: str, sizes: Mapping[str, int | None]
+    ) -> Checkpoint | AdapterFolder:
         """The files that ranges cannot serve, in the user's hub cache, opened there."""
         missing = [f for f in chosen.files if snapshot_file(self.name.repo_id, commit, f) is None]
         if missing and not (self.download or chosen.small):

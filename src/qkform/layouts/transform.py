@@ -44,7 +44,7 @@ class QKNorms:
 
 @dataclass(frozen=True)
 class Changes:
-    """What is asked for, see `qkform.scanner.Options`."""
+    """What is asked for, see `qkform.options.Options`."""
 
     fold_norm: bool = False
     bias: bool = False
