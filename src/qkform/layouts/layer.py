@@ -84,8 +84,8 @@ class AttentionLayer:
     k: Stored = field(repr=False)
     read: Reader = field(repr=False, compare=False)
     part: str | None = None  # one term of a score that has several ("nope", "rope"); None: the whole score
-    norm_bias: str | None = field(default=None, repr=False)  # tensor of the bias of that norm
-    qk_norms: QKNorms | None = field(default=None, repr=False)
+    norm_bias: str | None = field(default=None, repr=False, compare=False)  # tensor of the bias of that norm
+    qk_norms: QKNorms | None = field(default=None, repr=False, compare=False)
     positions: Positions | None = field(default=None, repr=False, compare=False)
 
     @cached_property
