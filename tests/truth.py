@@ -34,6 +34,7 @@ from qkform.errors import QKFormError
 from qkform.form import BilinearForm, reference
 from qkform.layouts import AttentionLayer
 from qkform.layouts import layer as layer_module
+from qkform.layouts.order import WHOLE, cut, parsed
 from qkform.layouts.rules import families
 
 TOLERANCE = 1e-8  # relative, float64
@@ -605,16 +606,20 @@ def _swapped(w_q: Array, w_k: Array, *, b_q: Array | None, b_k: Array | None) ->
 
 
 def _other_order(self: AttentionLayer, weight: Array, stored: Any, heads: int) -> Array:
-    d, n, g = self.d_head, self.n_heads, self.n_kv_heads
-    side = stored.part[-1]
-    if stored.part.startswith("q|k|v"):
-        groups = weight.reshape(g, n // g + 2, d, -1)
-        return groups[:, :-2].reshape(n, d, -1) if side == "q" else groups[:, -2]
-    if stored.part.startswith("heads x"):
-        start = 0 if side == "q" else n * d
-        return weight[start : start + heads * d].reshape(heads, d, -1)
-    start = heads * d if stored.part.startswith("k|v") else 0
-    return weight[start : start + heads * d].reshape(heads, d, -1)
+    """Repeated pieces read as blocks; blocks as repeated pieces, or from the other end."""
+    if stored.part == WHOLE:
+        return weight.reshape(heads, -1, weight.shape[1])
+    sizes = self._sizes(stored)
+    right = cut(stored.part, sizes)
+    if right.repeats > 1:
+        start = right.start * right.repeats
+        rows = weight[start : start + right.rows * right.repeats]
+    elif self.n_kv_heads > 1 and set(parsed(stored.order)[1]) <= {"q", "k", "v"}:
+        rows = cut(stored.part.replace(stored.order, f"groups x [{stored.order}]"), sizes).of(weight)
+    else:
+        end = len(weight) - right.start
+        rows = weight[end - right.rows : end]
+    return rows.reshape(heads, -1, weight.shape[1])
 
 
 # ---- files of other kinds ----------------------------------------------------------------------------------

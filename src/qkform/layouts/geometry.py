@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qkform.errors import ConfigError
+from qkform.layouts.order import Sizes, outputs, parsed
 from qkform.layouts.rules import Rule
 
 
@@ -53,12 +54,20 @@ class Scope:
         shown = key.replace("{arch}", self._arch)
         raise ConfigError(f"{self.where}: {shown} is {_shown(value)}; expected true or false")
 
+    def pruned(self, layer: int) -> int:
+        """How many heads of a layer were cut out, as `pruned_heads` records them."""
+        pruned = self.config.get("pruned_heads")
+        heads = pruned.get(str(layer)) if isinstance(pruned, Mapping) else None
+        return len(heads) if isinstance(heads, list) else 0
+
     def names(self, keys: tuple[str, ...]) -> str:
         return ", ".join(key.replace("{arch}", self._arch) for key in keys)
 
     def count(self, keys: tuple[str, ...], layer: int) -> tuple[str, int] | None:
         """The first of `keys` that is present, as (key, positive int); a list holds one value per layer."""
         for key in keys:
+            if key.startswith("="):
+                return "the layout", int(key[1:])
             key = key.replace("{arch}", self._arch)
             value = self.config.get(key, self._defaults.get(key))
             if isinstance(value, (list, tuple)):
@@ -98,17 +107,16 @@ def geometry(
     if d_model is not None and d_model[1] != q_in:
         raise ConfigError(f"{scope.where}: {d_model[0]} is {d_model[1]}, and {q_name!r} takes {q_in} inputs")
     n, g = heads[1], kv_heads[1]
-    if n % g:
+    cut = scope.pruned(layer)
+    if cut and n == g and overrides.heads is None:
+        head_dim = head_dim or ("the width", q_in // n)
+        n = g = n - cut
+    if n < 1 or n % g:
         raise ConfigError(
             f"{scope.where}: {heads[0]} is {n} and {kv_heads[0]} is {g}: "
             "query heads cannot share key heads evenly"
         )
-    if rule.fused and rule.order == "q|k|v":
-        parts, words = n + 2 * g, f"{n} query, {g} key and {g} value heads"
-    elif rule.fused:
-        parts, words = 3 * n, f"{n} heads of query, key and value"
-    else:
-        parts, words = n, f"{n} heads"
+    parts, words = _heads_in(rule.order if rule.fused else rule.q_order, n, g)
     d_head = head_dim[1] if head_dim else q_out // parts
     if d_head < 1 or q_out != parts * d_head:
         size = f" of {head_dim[0]} {d_head}" if head_dim else ""
@@ -127,13 +135,25 @@ def geometry(
                 f"{scope.where}: {heads[0]} is {n}, and {q_name!r} maps {q_in} inputs to {n} heads of {d_head}; "
                 "if the heads really are that wide, pass --head-dim"
             )
-    k_parts = 2 * g if rule.kv_fused else g
+    k_parts = _heads_in(rule.kv_order, n, g)[0] if rule.kv_fused else g
     if not rule.fused and k_out != k_parts * d_head:
         raise ConfigError(
             f"{scope.where}: {kv_heads[0]} is {g}, and {k_name!r} has {k_out} outputs, "
             f"which {g} key heads of {d_head} do not make"
         )
     return Geometry(n, g, d_head)
+
+
+def _heads_in(order: str, n: int, g: int) -> tuple[int, str]:
+    """How many heads a tensor of this order has rows for, and the same in words; one projection for ""."""
+    if not order:
+        return n, f"{n} heads"
+    items = parsed(order)[1]
+    words = ", ".join(f"{g if item in 'kv' else n} {_WORDS.get(item, item)} heads" for item in items)
+    return outputs(order, Sizes(n, g, 1)), f"{words} ({order})"
+
+
+_WORDS = {"q": "query", "k": "key", "v": "value"}
 
 
 def _asked(value: int | None, flag: str) -> tuple[str, int] | None:

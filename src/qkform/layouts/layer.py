@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qkform.errors import LayoutError, QKFormError
+from qkform.errors import QKFormError
 from qkform.form import BilinearForm
+from qkform.layouts.order import WHOLE, Sizes, cut
+
+if TYPE_CHECKING:
+    from qkform.layouts.rotary import Positions
+    from qkform.layouts.transform import QKNorms
 
 Array = NDArray[Any]
-Part = Literal["whole", "q|k|v: q", "q|k|v: k", "heads x [q|k|v]: q", "heads x [q|k|v]: k", "k|v: k"]
 
 
 class Reader(Protocol):
@@ -23,13 +28,33 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Stored:
-    """A projection inside a stored tensor. `transposed` is (in, out), as Conv1D stores it, not (out, in)."""
+    """A projection inside a stored tensor. `transposed` is (in, out), as Conv1D stores it, not (out, in).
+
+    `part` says which rows of the tensor: "whole", or an order and an item of it (see `order`), whose `widths` are
+    given where they are not d_head. A projection through a latent has the `inner` projection that makes its inputs:
+    its weight is the product. `tail` is a projection that one key head shares with all: it is put behind every head.
+    """
 
     weight: str
     bias: str | None
-    part: Part = "whole"
+    part: str = WHOLE
     transposed: bool = False
-    bias_part: Part = "whole"
+    bias_part: str = WHOLE
+    widths: tuple[tuple[str, int], ...] = ()
+    inner: Stored | None = None
+    tail: Stored | None = None
+
+    @property
+    def order(self) -> str:
+        """The order in which the tensor holds several projections, "" where it holds one."""
+        return self.part.rpartition(": ")[0]
+
+    def all(self) -> Iterator[Stored]:
+        """This projection and those it is made with."""
+        yield self
+        for other in (self.inner, self.tail):
+            if other is not None:
+                yield from other.all()
 
 
 @dataclass(frozen=True)
@@ -59,58 +84,107 @@ class AttentionLayer:
     k: Stored = field(repr=False)
     read: Reader = field(repr=False, compare=False)
     part: str | None = None  # one term of a score that has several ("nope", "rope"); None: the whole score
-    # tensors with the gains of the norms on queries and keys, (d_head,) or (n_heads * d_head,)
-    qk_norms: tuple[str, str] | None = None
+    norm_bias: str | None = field(default=None, repr=False)  # tensor of the bias of that norm
+    qk_norms: QKNorms | None = field(default=None, repr=False)
+    positions: Positions | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def form(self) -> BilinearForm:
         """The query-key form of this layer, as stored: no norm gain, no rotary offset."""
         try:
-            weight = self._stored(self.q)
-            w_q, b_q = self._projection(self.q, self.n_heads, weight)
-            weight = weight if self.k.weight == self.q.weight else self._stored(self.k)
-            w_k, b_k = self._projection(self.k, self.n_kv_heads, weight)
+            held: dict[tuple[str, int | None], Array] = {}  # a fused tensor is read once
+            w_q, b_q = self._projection(self.q, self.n_heads, held)
+            w_k, b_k = self._projection(self.k, self.n_kv_heads, held)
             return BilinearForm(w_q, w_k, b_q=b_q, b_k=b_k)
         except QKFormError as error:
             raise type(error)(f"{self.module}: {error}") from None
 
+    def form_with(
+        self,
+        *,
+        fold_norm: bool = False,
+        bias: bool = False,
+        qk_norm: bool = False,
+        offset: int | None = None,
+    ) -> BilinearForm:
+        """The form changed by options, as `qkform.scan` takes them; without any it is `form`.
+
+        LayoutError where the layer does not admit one: a post-norm block has no gain to fold. docs/math.md#options.
+        """
+        from qkform.layouts.transform import Changes, changed
+
+        return changed(self, Changes(fold_norm, bias, qk_norm, offset)).form
+
     def needs(self) -> list[tuple[str, int | None]]:
         """(tensor, rows) of everything that `form` reads, in order; rows None: the whole tensor."""
-        weights = dict.fromkeys((s.weight, self._rows(s)) for s in (self.q, self.k))
-        biases = dict.fromkeys((s.bias, None) for s in (self.q, self.k) if s.bias is not None)
+        stored = [s for side in (self.q, self.k) for s in side.all()]
+        weights = dict.fromkeys((s.weight, self._rows(s)) for s in stored)
+        biases = dict.fromkeys((s.bias, None) for s in stored if s.bias is not None)
         return [*weights, *biases]
 
+    def _sizes(self, stored: Stored) -> Sizes:
+        return Sizes(self.n_heads, self.n_kv_heads, self.d_head, stored.widths)
+
     def _rows(self, stored: Stored) -> int | None:
-        """How many of its first rows are needed: those of V lie behind those of Q and K."""
-        if stored.part.startswith("q|k|v") and not stored.transposed:
-            return (self.n_heads + self.n_kv_heads) * self.d_head
-        return None
+        """How many of its first rows are needed: those of V lie behind those of Q and K.
 
-    def _stored(self, stored: Stored) -> Array:
-        return self.read(stored.weight, self._rows(stored))
+        One number for a tensor that holds both, so that it is read once.
+        """
+        both = {s for side in (self.q, self.k) for s in side.all() if s.weight == stored.weight}
+        if stored.part == WHOLE or any(s.transposed or s.part == WHOLE for s in both):
+            return None
+        cuts = [cut(s.part, self._sizes(s)) for s in both]
+        return None if any(c.repeats > 1 for c in cuts) else max(c.last for c in cuts)
 
-    def _projection(self, stored: Stored, heads: int, weight: Array) -> tuple[Array, Array | None]:
-        if stored.transposed:
-            weight = weight.T  # (out, in)
-        w = np.swapaxes(self._take(weight, stored, heads), 1, 2)  # (heads, d_model, d_head), a view
-        if stored.bias is None:
-            return w, None
-        bias = self.read(stored.bias)
-        taken = self._take(bias[:, None], replace(stored, part=stored.bias_part), heads)
-        return w, taken[:, :, 0]
+    def _projection(
+        self, stored: Stored, heads: int, held: dict[tuple[str, int | None], Array]
+    ) -> tuple[Array, Array | None]:
+        """(heads, inputs, d) and (heads, d) or None: one side of the form, taken out of the file."""
+        need = (stored.weight, self._rows(stored))
+        if need not in held:
+            held[need] = self.read(*need)
+        weight = held[need].T if stored.transposed else held[need]  # (out, in)
+        w = np.swapaxes(self._take(weight, stored, heads), 1, 2)  # (heads, in, d), a view
+        b = None
+        if stored.bias is not None:
+            bias = self.read(stored.bias)
+            b = self._take(bias[:, None], replace(stored, part=stored.bias_part), heads)[:, :, 0]
+        if stored.inner is not None:
+            w, b = self._through(stored.inner, w, b, held)
+        if stored.tail is not None:
+            tail_w, tail_b = self._projection(stored.tail, 1, held)
+            if b is not None or tail_b is not None:
+                halves = [(b, w.shape[2]), (tail_b, tail_w.shape[2])]
+                b = np.concatenate(
+                    [
+                        np.zeros((heads, d)) if x is None else np.broadcast_to(x, (heads, d))
+                        for x, d in halves
+                    ],
+                    1,
+                )
+            w = np.concatenate([w, np.repeat(_product_type(tail_w), heads, 0)], axis=2)
+        return w, b
+
+    def _through(
+        self, inner: Stored, w: Array, b: Array | None, held: dict[tuple[str, int | None], Array]
+    ) -> tuple[Array, Array | None]:
+        """A projection of a latent, as a projection of what the latent is made of."""
+        first, first_b = self._projection(inner, 1, held)
+        a, w = (_product_type(x) for x in (first[0], w))  # (inputs, rank), (heads, rank, d)
+        if first_b is not None:
+            added = np.einsum("r,hrd->hd", _product_type(first_b[0]), w)
+            b = added if b is None else added + b
+        return np.matmul(a, w), b
 
     def _take(self, weight: Array, stored: Stored, heads: int) -> Array:
-        """(out, in) -> (heads, d_head, in), the heads of one projection."""
-        d, width = self.d_head, heads * self.d_head
-        q_width = self.n_heads * d
-        match stored.part:
-            case "whole" | "q|k|v: q" | "k|v: k":
-                rows = weight[:width]
-            case "q|k|v: k":
-                rows = weight[q_width : q_width + width]
-            case "heads x [q|k|v]: q" | "heads x [q|k|v]: k":
-                which = 0 if stored.part.endswith("q") else 1
-                return weight.reshape(heads, 3, d, -1)[:, which]
-            case _:
-                raise LayoutError(f"no rule to take {stored.part!r} out of {stored.weight!r}")
-        return rows.reshape(heads, d, -1)
+        """(out, in) -> (heads, rows of a head, in), the heads of one projection; a view where rows allow it.
+
+        The truth test puts a wrong order in here: `stored.part` names the order and the side.
+        """
+        rows = weight if stored.part == WHOLE else cut(stored.part, self._sizes(stored)).of(weight)
+        return rows.reshape(heads, -1, weight.shape[1])
+
+
+def _product_type(x: Array) -> Array:
+    """float16 and bfloat16 as float32: their products would lose what the weights hold."""
+    return x if x.dtype.kind == "f" and x.dtype.itemsize >= 4 else x.astype(np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from qkform.layouts.rules import Rule
 
 MAX_NAME = 1024  # a longer tensor name, or one of more parts, is no layer's: matching stays bounded
 MAX_PARTS = 48
+_NUMBERED = re.compile(r"[a-z]+(?:_[a-z]+)*_(0|[1-9][0-9]{0,5})")
 
 
 class HasShape(Protocol):
@@ -47,7 +49,9 @@ def place(pattern: str, module: str) -> Place | None:
     if at is None:
         return None
     if at < 0:  # a pattern without {layer}: the last number in the path
-        at = next((i for i in range(len(parts) - 1, -1, -1) if _is_number(parts[i])), -1)
+        at = next((i for i in range(len(parts) - 1, -1, -1) if is_number(parts[i])), -1)
+    if at < 0 and (numbered := _NUMBERED.fullmatch(parts[i := len(parts) - 2]) if len(parts) > 1 else None):
+        return Place(module, ".".join(parts[:i]), int(numbered[1]))  # torchvision: encoder_layer_3
     if at < 0:
         return Place(module, module, 0)
     return Place(module, ".".join(parts[:at]), int(parts[at]))
@@ -70,14 +74,14 @@ def _layer_position(pattern: list[str], parts: list[str]) -> int | None:
     if not parts:
         return None
     if last in ("{layer}", "{inner}"):
-        if not _is_number(parts[-1]):
+        if not is_number(parts[-1]):
             return None
         found = _layer_position(rest, parts[:-1])
         return len(parts) - 1 if last == "{layer}" and found is not None else found
     return _layer_position(rest, parts[:-1]) if parts[-1] == last else None
 
 
-def _is_number(part: str) -> bool:
+def is_number(part: str) -> bool:
     """A layer number as models write it: no sign, no leading zero, below a million."""
     return part.isascii() and part.isdigit() and len(part) < 7 and (part == "0" or part[0] != "0")
 
