@@ -218,7 +218,7 @@ def test_slider_moves_every_chart_from_the_keyboard(browser: Any, page_of_run: P
         shown(page, 2)
         assert slider.get_attribute("aria-valuetext") == "20, 3 of 4"
         assert len(colours(page, heat)) == 4  # one layer is missing there
-        axis = page.locator("#model-0 .chart").nth(heat).locator(".role-axis-label text").all_inner_texts()
+        axis = page.locator("#model-0 .chart").nth(heat).locator(".role-axis-label text").all_text_contents()
         assert {"0", "1", "2"} <= set(axis)  # but keeps its place
         assert set(colours(page, heat)) != set(at_end)
         assert [mark.get_attribute("transform") for mark in plane.all()] != places
