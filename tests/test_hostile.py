@@ -493,7 +493,7 @@ PICKLES = {
         "would run code",
     ),
     "a model, not its weights": (lambda: _torch_bytes(__import__("torch").nn.Linear(2, 2)), "would run code"),
-    "legacy, os.system": (lambda: SYSTEM, "loaded safely"),
+    "legacy, os.system": (lambda: SYSTEM, "would run code"),
     "legacy, in a state dict": (
         lambda: _torch_bytes({NAME: Call(os.system, MARK)}, zipped=False),
         "would run code",
