@@ -29,7 +29,7 @@ SKIPPED = {
     "make bench": "minutes of measurement; figures are recorded under benchmarks/results",
     "pip install .": "would change the environment that runs this test",
     'pip install -c constraints.txt ".[frames]"': "the same",
-    "python -m tests.truth --write docs/families.md": "rewrites a page; tests/test_families.py compares it",
+    "python -m tests.survey --write docs/families.md": "rewrites a page; tests/test_families.py compares it",
 }
 
 

@@ -8,7 +8,7 @@ key head that reproduces the model's probabilities. Then the saved file is opene
 everything it says is compared: forms, biases, counts, mask, norm. Each layer is then read wrongly in every
 way that applies, and the comparison must notice.
 
-    python -m tests.truth --write docs/families.md
+    python -m tests.truth [REGEX]
 """
 
 from __future__ import annotations
@@ -1098,7 +1098,7 @@ def save(case: Case, model: Any, folder: Path) -> None:
 INTRODUCTION = """\
 # Families
 
-<!-- Written by `python -m tests.truth --write docs/families.md`; a test compares it with the rules. -->
+<!-- Written by `python -m tests.survey --write docs/families.md`; a test compares it with the rules. -->
 
 A family says where a model keeps its query and key weights. It counts only when it is **verified**: for
 every row below, a small model of that kind with random weights and odd sizes is built in double precision,
@@ -1127,7 +1127,7 @@ Verified with transformers {transformers} and torch {torch}.
 To verify everything again and write this page:
 
 ```
-python -m tests.truth --write docs/families.md
+python -m tests.survey --write docs/families.md
 ```
 
 | model | attention | Q, K | stored | keys | mask | norm | difference | mistakes noticed |
@@ -1195,22 +1195,17 @@ def described() -> str:
     return DESCRIBED.format(names=", ".join(f"`{n}`" for n in names if n != "*"))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Verify the families; write the page.")
-    parser.add_argument("only", nargs="?", default="", help="a regular expression for the names of cases")
-    parser.add_argument("--write", type=Path, help="write the page to this file if every case passes")
-    asked = parser.parse_args()
-    if asked.only and asked.write:
-        parser.error("the page needs every case: leave out the regular expression")
-    verdicts, bad = [], 0
-    for case in (c for c in CASES if re.search(asked.only, c.name)):
+def verdicts(only: str = "") -> list[Verdict]:
+    """The verdict of every case whose name fits, with a line printed for each; exits where one fails."""
+    found, bad = [], 0
+    for case in (c for c in CASES if re.search(only, c.name)):
         try:
-            verdicts.append(verify(case))
+            found.append(verify(case))
         except Exception as error:
             bad += 1
             print(f"{case.name}: {type(error).__name__}: {error}")
             continue
-        v = verdicts[-1]
+        v = found[-1]
         wrong = [*v.problems, *(f"unnoticed in {m}: {', '.join(names)}" for m, names in v.unnoticed.items())]
         bad += bool(wrong)
         mutants = dict.fromkeys(m for names in v.failed.values() for m in names)
@@ -1219,9 +1214,14 @@ def main() -> None:
         for line in wrong:
             print(f"    {line}")
     if bad:
-        sys.exit(f"{bad} of {len(verdicts)} cases failed")
-    if asked.write:
-        asked.write.write_text(page(verdicts), encoding="utf-8")
+        sys.exit(f"{bad} cases failed")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Verify the cases.")
+    parser.add_argument("only", nargs="?", default="", help="a regular expression for the names of cases")
+    verdicts(parser.parse_args().only)
 
 
 if __name__ == "__main__":

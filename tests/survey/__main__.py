@@ -1,4 +1,4 @@
-"""python -m tests.survey [REGEX] [--write docs/families.md] [--jobs 2] [--json FILE]"""
+"""python -m tests.survey [REGEX] [--write docs/families.md] [--jobs 2] [--json FILE] [--update FILE]"""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import re
 import time
 from pathlib import Path
 
-from tests.survey import walk
+from tests import truth
+from tests.survey import page, walk
 
 
 def main() -> None:
@@ -17,12 +18,19 @@ def main() -> None:
     parser.add_argument(
         "only", nargs="?", default="", help="a regular expression for the names of model types"
     )
+    parser.add_argument(
+        "--write", type=Path, help="write the page to this file, and the record that tests read"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write everything that was found to this file")
     parser.add_argument(
         "--update", type=Path, help="read this file first, and replace in it what was asked for"
     )
     asked = parser.parse_args()
+    if asked.only and asked.write and not asked.update:
+        parser.error(
+            "the page needs every model type: leave out the regular expression, or pass --update FILE"
+        )
     names = [n for n in walk.model_types() if re.fullmatch(asked.only or ".*", n)]
     found = json.loads(asked.update.read_text()) if asked.update and asked.update.exists() else {}
     started = time.monotonic()
@@ -35,6 +43,10 @@ def main() -> None:
             asked.json.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n", encoding="utf-8")
     counts = collections.Counter(r["status"] for r in found.values())
     print(", ".join(f"{n} {status}" for status, n in counts.most_common()))
+    if asked.write:
+        record = page.recorded(found)
+        page.write(record)
+        asked.write.write_text(truth.page(truth.verdicts()) + page.section(record), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -267,10 +268,9 @@ class _Decoder:
         bias = None if p.bias is None else p.bias.detach().double().numpy()
         out = Resolved(weight, bias, self.first.projections[key].x, p.parameters)
         if key in self.chained:
-            try:
+            # where something that is not linear stands between, the latent is what the attention reads
+            with contextlib.suppress(NotRead):
                 out = self._through(key, out)
-            except NotRead:
-                pass  # something that is not linear stands between: the latent is what the attention reads
         self.known[key] = out
         return out
 
@@ -363,14 +363,8 @@ class _Decoder:
     def _side(self, codes: Array, read: tuple[Array, Array, Array, float, bool]) -> Side:
         numbers = list(dict.fromkeys((codes // STRIDE).ravel().tolist()))
         found = tuple(self.resolved(self.keys[i]) for i in numbers)
-        if (
-            any(
-                r.x is not found[0].x and not torch.equal(r.x, found[0].x)
-                for r in found
-                if r.x.shape == found[0].x.shape
-            )
-            or len({r.x.shape for r in found}) > 1
-        ):
+        first = found[0].x
+        if any(r.x.shape != first.shape or not torch.equal(r.x, first) for r in found):
             parts = " and ".join(", ".join(r.parameters) for r in found)
             raise NotRead(f"put together from projections of different inputs: {parts}")
         places = np.vectorize(numbers.index)(codes // STRIDE)

@@ -53,11 +53,7 @@ def classes(model_type: str, config: Any) -> list[type]:
     from transformers.models.auto import modeling_auto
 
     names: list[str] = []
-    mappings = [
-        "MODEL_MAPPING_NAMES",
-        "MODEL_FOR_CONDITIONAL_GENERATION_MAPPING_NAMES",
-        "MODEL_FOR_PRETRAINING_MAPPING_NAMES",
-    ]
+    mappings = ["MODEL_MAPPING_NAMES", "MODEL_FOR_PRETRAINING_MAPPING_NAMES"]
     others = [n for n in dir(modeling_auto) if n.startswith("MODEL_") and n.endswith("MAPPING_NAMES")]
     mappings += [n for n in others if n not in mappings]
     for mapping in mappings:
@@ -75,9 +71,9 @@ def classes(model_type: str, config: Any) -> list[type]:
             module = importlib.import_module(f"{package}.{info.name}")
             for cls in vars(module).values():
                 takes = getattr(cls, "config_class", None)
-                if isinstance(cls, type) and takes is type(config) and cls.__module__ == module.__name__:
-                    if not cls.__name__.endswith("PreTrainedModel"):
-                        own.append(cls)
+                here = isinstance(cls, type) and cls.__module__ == module.__name__
+                if here and takes is type(config) and not cls.__name__.endswith("PreTrainedModel"):
+                    own.append(cls)
     return list(dict.fromkeys(c for c in [*found, *own] if isinstance(c, type)))
 
 
@@ -178,6 +174,9 @@ def _image(config: Any) -> tuple[int, int, int]:
     return _first(config, "num_channels", "in_channels", "in_chans", default=3), height, width
 
 
+MELS = ("num_mel_bins", "feature_size", "n_mels", "input_feat_per_channel", "input_dim", "num_mel_bands")
+
+
 def candidates(model: Any) -> Iterator[dict[str, Any]]:
     """Inputs to try, likely ones first; the model says which names it takes."""
     config = model.config
@@ -194,16 +193,7 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
         text["bbox"] = torch.randint(0, 60, (BATCH, LENGTH, 4), generator=_generator()).sort(-1).values
     decoder = {"decoder_input_ids": ids(9, vocabulary)} if "decoder_input_ids" in takes else {}
     pixels = {"pixel_values": noise(BATCH, channels, height, across)}
-    mels = _first(
-        config,
-        "num_mel_bins",
-        "feature_size",
-        "n_mels",
-        "input_feat_per_channel",
-        "input_dim",
-        "num_mel_bands",
-        default=80,
-    )
+    mels = _first(config, *MELS, default=80)
     mels = mels if isinstance(mels, int) else 80
     frames = _first(config, "max_source_positions", default=64)
     sounds = [

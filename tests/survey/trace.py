@@ -30,6 +30,7 @@ Tags = frozenset[tuple[Any, ...]]
 NONE: Tags = frozenset()
 
 MATMULS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "baddbmm", "einsum"}
+ADDITIONS = {"add", "__add__", "__radd__", "add_", "__iadd__"}
 STRUCTURAL = {
     *("view", "reshape", "transpose", "permute", "t", "T", "chunk", "split", "unbind", "__getitem__", "to"),
     *("expand", "expand_as", "unsqueeze", "squeeze", "contiguous", "double", "float", "type", "type_as"),
@@ -223,9 +224,8 @@ class Trace(TorchFunctionMode):
         parameters_only = all(t[0] == "param" for t in tags)
         if not (parameters_only and name in STRUCTURAL):
             tags = without_parameters(tags)
-        if name in ("add", "__add__", "__radd__", "add_", "__iadd__") and len(args) > 1:
-            if isinstance(args[0], torch.Tensor) and isinstance(args[1], torch.Tensor):
-                self.sums.append((args[0], args[1], out))
+        if name in ADDITIONS and len(args) > 1 and all(isinstance(a, torch.Tensor) for a in args[:2]):
+            self.sums.append((args[0], args[1], out))
         self._tag(out, tags)
         return out
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -61,13 +63,29 @@ def examine(model_type: str) -> dict[str, Any]:
     """The result of one model type, as plain data. Never raises for what a model does."""
     result = Result(model_type)
     try:
-        _examine(result)
+        with watchable():
+            _examine(result)
     except build.NoModel:
         result.status, result.step = NO_SOFTMAX, ""
         result.reason = "no class takes this config: it is a part of other configs"
     except Exception as error:
         result.reason = result.reason or f"{type(error).__name__}: {str(error)[:500]}"
     return asdict(result)
+
+
+@contextlib.contextmanager
+def watchable() -> Iterator[None]:
+    """Double precision for what a forward makes on the way, no scripted functions, no warnings."""
+    jit = torch.jit._state
+    torch.set_default_dtype(torch.float64)
+    jit.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        jit.enable()
+        torch.set_default_dtype(torch.float32)
 
 
 def _examine(result: Result) -> None:
@@ -323,6 +341,7 @@ def _check(
             "norm": layer.norm,
             "norm_kind": layer.norm_kind,
             "flags": list(layer.flags),
+            "score_part": layer.part,
             "terms": calls[0].terms,
             "offset": calls[0].q.offset or calls[0].k.offset,
         }
@@ -426,7 +445,8 @@ class _Places:
         inner = set(np.diff(index, axis=1).ravel().tolist()) if index.shape[1] > 1 else {1}
         starts = index[:, 0].tolist()
         step = sorted(set(np.diff(starts).tolist())) if len(starts) > 1 else []
-        return f"{where}: {len(starts)} heads of {index.shape[1]}, from {starts[0]}, a head every {step}, inside step {sorted(inner)}"
+        heads = f"{len(starts)} heads of {index.shape[1]}, from {starts[0]}, a head every {step}"
+        return f"{where}: {heads}, inside step {sorted(inner)}"
 
 
 # ---- verdict ------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import os
 import resource
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -18,7 +17,7 @@ import psutil
 SECONDS = 60.0  # of processor time for one model type
 PATIENCE = 6.0  # times as many seconds by the clock, on a busy machine
 MEMORY = 8 << 30  # bytes of address space of a worker
-RECYCLED = 60  # model types after which a worker starts afresh: modeling files stay in memory
+RECYCLED = 150  # model types after which a worker starts afresh: modeling files stay in memory
 
 
 def model_types() -> list[str]:
@@ -28,16 +27,12 @@ def model_types() -> list[str]:
 
 
 def _serve(pipe: Connection) -> None:
-    # scripted functions cannot be watched
-    os.environ["PYTORCH_JIT"] = "0"
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    warnings.simplefilter("ignore")
     import torch
 
     from tests.survey import verify
 
     torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)  # what a forward pass makes on the way is in double precision too
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     while (model_type := pipe.recv()) is not None:
         pipe.send(verify.examine(model_type))
