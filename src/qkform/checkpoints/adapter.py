@@ -160,6 +160,15 @@ def _alpha(config: Mapping[str, Any], module: str, where: Path) -> float:
 def _open_base(
     config: Mapping[str, Any], path: Path, base: str | Path | None, open_hub: OpenHub | None
 ) -> Checkpoint:
+    try:
+        return _opened_base(config, path, base, open_hub)
+    except SourceError as error:
+        raise type(error)(f"{path}: the base model of this adapter: {error}") from None
+
+
+def _opened_base(
+    config: Mapping[str, Any], path: Path, base: str | Path | None, open_hub: OpenHub | None
+) -> Checkpoint:
     where = path / CONFIG
     if base is None:
         base = config.get("base_model_name_or_path")
@@ -174,7 +183,7 @@ def _open_base(
             found = False
         if found:
             return open_checkpoint(place, str(base) if place == Path(base) else str(place))
-    if open_hub is not None and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(base)):
+    if open_hub is not None and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(base)):
         revision = config.get("revision")
         return open_hub(str(base), revision if isinstance(revision, str) else None)
     raise SourceError(
