@@ -389,6 +389,10 @@ def test_parts_are_tables_of_their_own_in_the_terminal() -> None:
     ]
 
 
-def test_median_of_a_step_is_that_of_whole_layers(trajectory: ScoreTable) -> None:
-    line = next(line for line in screen(ScoreTable(trajectory.models[:4]), 120) if re.match(r" +20 ", line))
-    assert float(line.split()[2]) == pytest.approx(0.2)
+def test_median_of_a_step_is_that_of_whole_layers_and_the_heads_stand_beside_it() -> None:
+    models = run(20, 30)
+    for row in models[0].heads:
+        row["symmetry"] = -0.5
+    line = next(line for line in screen(ScoreTable(models), 120) if re.match(r" +20 ", line))
+    assert float(line.split()[2]) == pytest.approx(0.1)
+    assert " -0.500 " in line
