@@ -51,7 +51,17 @@ ARROWS = {
         "checkpoints",
     },
     "__main__": {"cli"},
-    "__init__": {"errors", "form", "layouts", "records", "report", "scanner"},
+    "__init__": {
+        "errors",
+        "form",
+        "layouts",
+        "records",
+        "differences",
+        "report",
+        "scanner",
+        "differ",
+        "sites",
+    },
 }
 
 

@@ -228,26 +228,27 @@ def diff(
         Fetch whole files into the hub cache where a model cannot be read in parts (no safetensors).
     """
     from qkform.differ import diff as compared
-    from qkform.options import Options
 
-    options = Options(
-        heads,
-        kv_heads,
-        head_dim,
-        q,
-        k,
-        transposed,
-        gamma,
-        token=token,
-        download=download,
-        fold_norm=fold_norm,
-        bias=bias,
-        qk_norm=qk_norm,
-        offset=offset,
-    )
     _check_targets((a, b), out, html, plots)
     with _progress(quiet) as progress:
-        table = compared(a, b, options, progress)
+        table = compared(
+            a,
+            b,
+            progress=progress,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            q=q,
+            k=k,
+            transposed=transposed,
+            gamma=gamma,
+            token=token,
+            download=download,
+            fold_norm=fold_norm,
+            bias=bias,
+            qk_norm=qk_norm,
+            offset=offset,
+        )
     _write(table, out, html, plots, quiet)
     _print_table(table, format)
     return 0

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from qkform.differences import DiffTable
-from qkform.errors import LayoutError, QKFormError
+from qkform.errors import ConfigError, LayoutError, QKFormError
 from qkform.form import BilinearForm
 from qkform.form.change import change
 from qkform.layouts import AttentionLayer, Layout
+from qkform.layouts.transform import changed, check, extra_needs
 from qkform.options import Options
 from qkform.records import Row
 from qkform.scanner import Progress, Source, opened
@@ -21,22 +24,24 @@ from qkform.scoring import at_once, conventions
 Pair = tuple[AttentionLayer, AttentionLayer]
 
 
-def diff(a: Source, b: Source, options: Options | None = None, progress: Progress | None = None) -> DiffTable:
+def diff(a: Source, b: Source, *, progress: Progress | None = None, **options: Any) -> DiffTable:
     """How the query-key form of every layer and head changed from `a` to `b`, two checkpoints of one architecture.
 
-    Sources and options are those of `qkform.scan`. Layers are matched by the path of their module; where the two name
-    their modules differently (with and without a head; a GGUF file and the model it was made from), by the end of the
-    path, or in order if all shapes agree. A row has both symmetries and directionalities, the size of the change, the
-    angle between the forms, and where the change of symmetry would lie (+-2 std) had the form turned by the same angle
-    in a random direction (docs/math.md#differences). Raises what `scan` raises, and LayoutError where no layer of one
-    is a layer of the other.
+    Sources and keywords are those of `qkform.scan` (`qkform.options.Options`), one distance at most. Layers are matched
+    by the path of their module; where the two name their modules differently (with and without a head; a GGUF file and
+    the model it was made from), by the end of the path, or in order if all shapes agree. A row has both symmetries and
+    directionalities, the size of the change, the angle between the forms, and where the change of symmetry would lie
+    (+-2 std) had the form turned by the same angle in a random direction (docs/math.md#differences). Raises what `scan`
+    raises, and LayoutError where no layer of one is a layer of the other.
 
     >>> diff("./pretrained", "./finetuned").layers[0]["symmetry_change"]       # doctest: +SKIP
     0.012
     """
-    options = options or Options()
     begin = time.perf_counter()
-    (first, layout_a), (second, layout_b) = opened(a, options), opened(b, options)
+    asked = _asked(options)
+    (first, layout_a), (second, layout_b) = opened(a, asked), opened(b, asked)
+    for layout in (layout_a, layout_b):
+        check(layout.layers, asked.changes)
     name = f"{first.source} -> {second.source}"
     pairs, matched_by = _matched(layout_a, layout_b, name)
     only_a, only_b = (
@@ -44,7 +49,13 @@ def diff(a: Source, b: Source, options: Options | None = None, progress: Progres
         for side, layout in enumerate((layout_a, layout_b))
     )
     for side, checkpoint in enumerate((first, second)):
-        checkpoint.plan([need for pair in pairs for need in pair[side].needs()])
+        checkpoint.plan(
+            [
+                need
+                for pair in pairs
+                for need in (*pair[side].needs(), *extra_needs(pair[side], asked.changes))
+            ]
+        )
     model_type = layout_b.model_type or layout_a.model_type
     del layout_a, layout_b  # a layer's weights go when its rows are made
     rows: list[Row] = []
@@ -52,20 +63,32 @@ def diff(a: Source, b: Source, options: Options | None = None, progress: Progres
     for done in range(total):
         if progress is not None:
             progress(name, done, total)
-        rows += _layer_rows(*pairs.pop(0), options)
+        rows += _layer_rows(*pairs.pop(0), asked)
     if progress is not None:
         progress(name, total, total)
     return DiffTable(
         source_a=first.source,
         source_b=second.source,
         model_type=model_type,
-        conventions=_conventions(options, matched_by),
+        conventions=_conventions(asked, matched_by),
         rows=rows,
         only_in_a=only_a,
         only_in_b=only_b,
         wall_seconds=time.perf_counter() - begin,
         bytes_read=first.bytes_read + second.bytes_read,
     )
+
+
+def _asked(options: Mapping[str, Any]) -> Options:
+    """Keywords as options; ConfigError for one that does not exist, or that asks for several distances."""
+    known = [field.name for field in fields(Options)]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ConfigError(f"diff has no option {unknown[0]!r}; it has {', '.join(known)}")
+    asked = Options(**options)
+    if len(asked.offsets) > 1:
+        raise ConfigError("diff compares at one distance; call it once for each offset")
+    return asked
 
 
 def _matched(a: Layout, b: Layout, name: str) -> tuple[list[Pair], str]:
@@ -121,7 +144,7 @@ def _words(layer: AttentionLayer) -> str:
 def _layer_rows(a: AttentionLayer, b: AttentionLayer, options: Options) -> list[Row]:
     """The row of the whole layer, then one per head."""
     try:
-        form_a, form_b = a.form, b.form
+        form_a, form_b = (changed(layer, options.changes).form for layer in (a, b))
         rows = _rows(a, b, form_a.total(), form_b.total(), options, first=None)
         part = at_once(form_a, itemsize=8)
         size = form_a.n_heads // form_a.n_kv_heads
@@ -173,7 +196,7 @@ def _rows(
             "head": None if first is None else first + i,
             "attention": a.attention,
             "part": a.part,
-            "d_model": a.d_model,
+            "d_model": form_a.d_model,
             "d_head": a.d_head,
         }
         for name in _SCORES:

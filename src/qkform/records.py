@@ -46,7 +46,7 @@ COLUMNS: dict[str, type] = {
     "positive_directions": int,
     "negative_directions": int,
     "positive_energy": float,  # [0, 1]
-    "flags": list,  # words: "no_outliers", "qk_norm"
+    "flags": list,  # words, listed in docs/getting-started.md: "no_outliers", "qk_norm", "by_names", ...
     "reason": str,  # why a score in this row is null; null where none is
 }
 _LATER = ("part",)  # columns that records of earlier versions do not have
