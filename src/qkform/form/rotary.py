@@ -6,7 +6,7 @@ them: q_i R(i), k_j R(j). Turns of one plane add up, so the score depends on the
     s_ij = x_i W_Q R(i) R(j)^T W_K^T x_j^T = x_i W_Q R(n) W_K^T x_j^T,    n = i - j,
 
 and the form at distance n is that of the turned factors W_Q R(n), W_K. Where a model multiplies its cosines and sines
-by a factor a (yarn, longrope), both sides carry it: the turned coordinates weigh a^2. docs/math.md#rotary-distance.
+by a factor a (yarn, longrope), both sides carry it: the turned coordinates weigh a^2. docs/math.md, rotary distance.
 """
 
 from __future__ import annotations
