@@ -201,7 +201,8 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
         {"input_features": noise(BATCH, 64, mels)},
     ]
     waves = [{"input_values": noise(BATCH, 4000)}, {"input_values": noise(BATCH, 1, 4000)}]
-    states = {"encoder_hidden_states": noise(BATCH, 7, width)}
+    memory = _first(config, "encoder_hidden_size", "cross_attention_hidden_size", default=width)
+    states = {"encoder_hidden_states": noise(BATCH, 7, memory if isinstance(memory, int) else width)}
     options: list[dict[str, Any]] = []
     if "pixel_values" in takes and "input_ids" in takes:
         options.append({**text, **pixels, **decoder})
