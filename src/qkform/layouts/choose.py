@@ -9,6 +9,7 @@ from typing import Any
 from qkform.errors import ConfigError, LayoutError
 from qkform.layouts.manual import QUERY, candidates
 from qkform.layouts.match import MAX_NAME, HasShape, places
+from qkform.layouts.outside import is_timm
 from qkform.layouts.rules import Family, Rule, families
 
 
@@ -28,6 +29,7 @@ def choose(
     model_type: str | None,
     arch: str,
     tensors: Mapping[str, HasShape],
+    config: Mapping[str, Any] | None,
     *,
     heads_given: bool,
 ) -> Family | None:
@@ -37,6 +39,8 @@ def choose(
         return replace(known.get(f"gguf:{arch}", known["gguf:*"]), model_type=arch)
     if model_type is not None and model_type in known:
         return known[model_type]
+    if model_type is None and is_timm(config, tensors):
+        return known["timm"]
     torch = known["torch"]
     if _fits(torch, tensors) and (model_type is None or _is_whole(torch, tensors)):
         return torch

@@ -19,6 +19,7 @@ from qkform.layouts.manual import QUERY, Manual, candidates
 from qkform.layouts.match import MAX_NAME, HasShape, Place, modules_of, place, places
 from qkform.layouts.naming import is_cross, pairs
 from qkform.layouts.order import WHOLE
+from qkform.layouts.outside import translated
 from qkform.layouts.rules import Family, Note, Rule, bias_of
 from qkform.layouts.scopes import Candidate as ConfigPart
 from qkform.layouts.scopes import Projection, path_words, solve
@@ -37,6 +38,15 @@ QK_NORMS = (
 )
 
 
+Mask = Literal["causal", "bidirectional", "unknown"]
+_MAKE_CAUSAL: Mapping[str, bool] = {"is_decoder": True, "is_causal": True, "causal": True}
+_MAKE_BIDIRECTIONAL: Mapping[str, bool] = {
+    "is_causal": False,
+    "causal": False,
+    "use_bidirectional_attention": True,
+    "use_bidirectional": True,
+    "bidirectional": True,
+}
 CONVOLUTIONS = (
     "q_conv1d",
     "k_conv1d",
@@ -74,12 +84,13 @@ def find_layers(
     """
     overrides = overrides or Overrides()
     where = config_name or source
+    config = translated(config)
     model_type, arch = named_type(config, where)
     rule = manual.rule() if manual else None
     family = (
         Family(model_type or "unknown", "the command line", (rule,))
         if rule is not None
-        else choose(model_type, arch, tensors, heads_given=overrides.heads is not None)
+        else choose(model_type, arch, tensors, config, heads_given=overrides.heads is not None)
     )
     finder = _Finder(
         tensors, config, read, family or Family(model_type or "unknown", "names", ()), where, arch, overrides
@@ -150,8 +161,8 @@ class _Finder:
                 self._skip(block.module, block.skip)
             elif block.names_tensors:
                 for q_name, at in places(block.rule(self.family.model_type), self.tensors):
-                    facts = block_of(self.family.model_type, at.module, block) or block
-                    yield from self._proved(facts.rule(self.family.model_type), q_name, at, facts)
+                    whole = block_of(self.family.model_type, at.module, block) or block
+                    yield from self._proved(whole.rule(self.family.model_type), q_name, at, whole)
         for found in latents(self.tensors):
             yield from self._latent(found)
         for pair in pairs(self.tensors):
@@ -181,8 +192,19 @@ class _Finder:
         scope = Scope(self.config, rule, self.where, self.arch)
         norm, norm_kind = self._norm(rule, scope, found.place)
         flags = () if block else ("by_names",)
-        facts = {"mask": _mask(rule, scope), "norm": norm, "norm_kind": norm_kind, "flags": flags}
+        facts = {
+            "mask": self._undoubted(_mask(rule, scope)),
+            "norm": norm,
+            "norm_kind": norm_kind,
+            "flags": flags,
+        }
         yield from latent_layers(found, size, self.tensors, self.read, facts)
+
+    def _undoubted(self, mask: Mask) -> Mask:
+        """The mask that a model type was seen to have, unless a switch in the config says otherwise."""
+        doubts = {"bidirectional": _MAKE_CAUSAL, "causal": _MAKE_BIDIRECTIONAL}.get(mask, {})
+        switched = any(part.values.get(key) is value for part in self.parts for key, value in doubts.items())
+        return "unknown" if switched else mask
 
     def _proved(self, rule: Rule, q_name: str, at: Place, block: Block | None) -> Iterator[AttentionLayer]:
         """The layer of a rule that does not say which part of the config counts, if shapes prove one."""
@@ -210,11 +232,12 @@ class _Finder:
             return
         rule = replace(
             rule,
+            mask=self._undoubted(rule.mask),
             heads=(f"={solved.n_heads}",),
             kv_heads=(f"={solved.n_kv_heads}",),
             head_dim=(f"={solved.d_head}",),
             d_model=(),
-            attention="cross" if q.inputs != k.inputs else rule.attention,
+            attention="cross" if q.inputs != k.inputs or self._reduced(at.module) else rule.attention,
             qk_norm=rule.qk_norm or QK_NORMS,
         )
         layer = self._layer(rule, q_name, at)
@@ -263,7 +286,7 @@ class _Finder:
         layer, shared_by = self._sharing(rule, scope, at.layer)
         norm, norm_kind = self._norm(rule, scope, at)
         norms = tuple(f"{module}{dot}{n}" for n in rule.qk_norm)
-        normed = not self.paths.isdisjoint(norms)
+        normed = not self.paths.isdisjoint(norms) or self._norm_without_weights(rule, at)
         q_part, k_part = rule.q_part, rule.k_part
         q_bias, k_bias = (
             self._bias(rule, module, n, shape[0]) for n, shape in ((q_name, q_shape), (k_name, k_shape))
@@ -289,6 +312,16 @@ class _Finder:
             k=Stored(k_name, k_bias, k_part, rule.transposed, bias_parts[1]),
             read=self.read,
         )
+
+    def _norm_without_weights(self, rule: Rule, at: Place) -> bool:
+        """Whether the config says that queries and keys are normed, where no gain in the file shows it."""
+        if rule.qk_norm_if == ("always",):
+            return True
+        for part in self.parts if rule.qk_norm_if else ():
+            values = [part.values.get(key) for key in rule.qk_norm_if]
+            if None not in values:
+                return all(v[at.layer] if isinstance(v, list) and at.layer < len(v) else v for v in values)
+        return False
 
     def _bias(self, rule: Rule, module: str, weight: str, outputs: int) -> str | None:
         name = f"{module}.{rule.bias}".removeprefix(".") if rule.bias else bias_of(weight)
@@ -344,6 +377,13 @@ class _Finder:
             if not self.seen.issuperset(names):
                 self.skipped.append({"module": module, "reason": reason})
             self.seen.update(names)
+
+    def _reduced(self, module: str) -> bool:
+        """Whether keys are read from a shortened sequence: the two sides have different inputs."""
+        return any(
+            f"{module}.{name}" in self.paths
+            for name in ("sr", "sequence_reduction", "sequences_reduction", "spatial_reduction")
+        )
 
     def _no_softmax(self, module: str) -> str | None:
         """Why a module with queries and keys has no form between tokens, as what stands beside them shows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from qkform.layouts.rules import Rule
 
 MAX_NAME = 1024  # a longer tensor name, or one of more parts, is no layer's: matching stays bounded
 MAX_PARTS = 48
+_NUMBERED = re.compile(r"[a-z]+(?:_[a-z]+)*_(0|[1-9][0-9]{0,5})")
 
 
 class HasShape(Protocol):
@@ -48,6 +50,8 @@ def place(pattern: str, module: str) -> Place | None:
         return None
     if at < 0:  # a pattern without {layer}: the last number in the path
         at = next((i for i in range(len(parts) - 1, -1, -1) if is_number(parts[i])), -1)
+    if at < 0 and (numbered := _NUMBERED.fullmatch(parts[i := len(parts) - 2]) if len(parts) > 1 else None):
+        return Place(module, ".".join(parts[:i]), int(numbered[1]))  # torchvision: encoder_layer_3
     if at < 0:
         return Place(module, module, 0)
     return Place(module, ".".join(parts[:at]), int(parts[at]))

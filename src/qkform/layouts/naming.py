@@ -68,11 +68,11 @@ def pairs(tensors: Mapping[str, HasShape]) -> Iterator[Pair]:
     for name in tensors:
         if len(name) > MAX_NAME:
             continue
-        stem = name.removesuffix(".weight")
+        stem = name.removesuffix(".weight").removesuffix(".linear")
         module, _, last = stem.rpartition(".")
         key = QUERY_TO_KEY.get(last)
         suffix = name[len(stem) :]
-        if key is None or len(tensors[name].shape) != 2 or name.count(".") > MAX_PARTS:
+        if key is None or len(tensors[name].shape) < 2 or name.count(".") > MAX_PARTS:
             continue
         if f"{module}.{key}{suffix}".removeprefix(".") in tensors:
             parts = module.split(".") if module else []

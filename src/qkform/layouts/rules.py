@@ -20,6 +20,8 @@ A file holds `[members]` (model_type = overrides) and one `[[attention]]` per ki
     norm_kind   its kind, see `AttentionLayer`
     pre_norm_if config flag; where it is false the block is post-norm
     qk_norm     names in the module that show a norm on queries and keys
+    qk_norm_if  config keys that show one without gains, where all of them are true (of a list, the entry of
+                the layer); ["always"] where it is no choice
     shared      "albert": a group's weights serve several layers
     bias        name of one bias for q, k and v, where the weights are apart and the biases are not
     any_width   true where heads neither fill the width of the model nor have a size in the config: the shapes tell
@@ -76,6 +78,7 @@ class Rule:
     norm_kind: str = "unknown"
     pre_norm_if: str = ""
     qk_norm: tuple[str, ...] = ()
+    qk_norm_if: tuple[str, ...] = ()
     shared: str = ""
     bias: str = ""
     exact: bool = False

@@ -16,6 +16,7 @@ from qkform.errors import LayoutError
 from qkform.layouts.geometry import Geometry, Overrides
 from qkform.layouts.match import is_number
 from qkform.layouts.order import Sizes, outputs
+from qkform.layouts.outside import unet_block
 
 _HEADS = (
     "num_attention_heads",
@@ -48,9 +49,10 @@ _SYNONYMS: Mapping[str, frozenset[str]] = {
     "image": frozenset({"vision", "visual", "image", "vit"}),
     "audio": frozenset({"audio", "speech", "sound"}),
     "speech": frozenset({"audio", "speech"}),
+    "backbone": frozenset({"backbone", "pixel"}),
 }
 _PREFIX = re.compile(
-    r"(encoder|decoder|text|vision|audio)_(?:num_)?(?:attention_heads|heads|n_heads|key_value_heads|head_dim)"
+    r"(?:num_)?(encoder|decoder|text|vision|audio)_(?:num_)?(?:attention_heads|heads|n_heads|key_value_heads|head_dim)"
 )
 _KINDS = (
     "global",
@@ -65,12 +67,17 @@ class Candidate:
 
     words: tuple[str, ...]
     values: Mapping[str, Any]
+    prefixed: bool = False  # its last word is a prefix of keys: encoder_attention_heads
 
-    def value(self, keys: tuple[str, ...], at: tuple[int, ...]) -> int | None:
+    def value(self, keys: tuple[str, ...], at: tuple[int, ...], module: str = "") -> int | None:
         """The first of `keys` that holds a count; of a list, the entry that a number of the path points to."""
         for key in keys:
             value = self.values.get(key)
             if isinstance(value, (list, tuple)):
+                block = unet_block(module, len(value))
+                at = at if block is None else (block,)
+                if "depths" in self.values and len(at) < 2:  # a list by stages, and a path without stages
+                    return None
                 value = next((value[i] for i in at if 0 <= i < len(value)), None)
             if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
                 return value
@@ -90,6 +97,11 @@ class Candidate:
             found |= {self.values["embed_dim"] * 2**i for i in range(8)}
         return found
 
+    def hits(self, path: frozenset[str]) -> int:
+        """How many of its words the path has; the name of a sub-config counts twice what a prefix of a key does."""
+        found = [bool(_SYNONYMS.get(word, frozenset({word})) & path) for word in self.words]
+        return 2 * sum(found) - (bool(found) and self.prefixed and found[-1])
+
     def points_to(self, path: frozenset[str]) -> bool:
         return any(_SYNONYMS.get(word, frozenset({word})) & path for word in self.words)
 
@@ -101,10 +113,12 @@ def candidates(config: Mapping[str, Any] | None) -> list[Candidate]:
         found.append(Candidate(words, values))
         for prefix in sorted({m[1] for key in values if (m := _PREFIX.fullmatch(str(key)))}):
             renamed = {
-                key.removeprefix(f"{prefix}_"): v for key, v in values.items() if key.startswith(f"{prefix}_")
+                key.replace(f"{prefix}_", "", 1): v
+                for key, v in values.items()
+                if key.startswith((f"{prefix}_", f"num_{prefix}_"))
             }
             own = {key: v for key, v in values.items() if key in _HIDDEN + _HEAD_DIM}
-            found.append(Candidate((*words, prefix), {**own, **renamed}))
+            found.append(Candidate((*words, prefix), {**own, **renamed}, prefixed=True))
         for kind in _KINDS:  # layers of another kind have sizes of their own
             own = {key: value for key, value in values.items() if kind in str(key).split("_")}
             if own:
@@ -165,9 +179,9 @@ def solve(
     pointed = [c for c in options if c.points_to(path) and c.value(named["heads"], numbers)]
     fitting: dict[Geometry, int] = {}
     for candidate in pointed or options:
-        geometry = _fit(candidate, overrides, numbers, q, k, named, any_width)
+        geometry = _fit(candidate, overrides, module, numbers, q, k, named, any_width)
         if geometry is not None:
-            hits = sum(bool(_SYNONYMS.get(w, frozenset({w})) & path) for w in candidate.words)
+            hits = candidate.hits(path)
             fitting[geometry] = max(fitting.get(geometry, 0), hits)
     best = [g for g, hits in fitting.items() if hits == max(fitting.values())]
     if len(best) == 1:
@@ -181,17 +195,18 @@ def solve(
 def _fit(
     candidate: Candidate,
     overrides: Overrides,
+    module: str,
     numbers: tuple[int, ...],
     q: Projection,
     k: Projection,
     keys: Mapping[str, tuple[str, ...]],
     any_width: bool,
 ) -> Geometry | None:
-    n = overrides.heads or candidate.value(keys["heads"], numbers)
+    n = overrides.heads or candidate.value(keys["heads"], numbers, module)
     if n is None:
         return None
-    g = overrides.kv_heads or candidate.value(keys["kv_heads"], numbers) or n
-    d = overrides.head_dim or candidate.value(keys["head_dim"], numbers)
+    g = overrides.kv_heads or candidate.value(keys["kv_heads"], numbers, module) or n
+    d = overrides.head_dim or candidate.value(keys["head_dim"], numbers, module)
     widths = set() if any_width else candidate.widths()
     if n % g or (widths and q.inputs not in widths and overrides.heads is None):
         return None
