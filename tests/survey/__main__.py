@@ -26,6 +26,9 @@ def main() -> None:
     parser.add_argument(
         "--update", type=Path, help="read this file first, and replace in it what was asked for"
     )
+    parser.add_argument(
+        "--again", action="store_true", help="only what --update FILE does not have as verified"
+    )
     asked = parser.parse_args()
     if asked.only and asked.write and not asked.update:
         parser.error(
@@ -33,6 +36,9 @@ def main() -> None:
         )
     names = [n for n in walk.model_types() if re.fullmatch(asked.only or ".*", n)]
     found = json.loads(asked.update.read_text()) if asked.update and asked.update.exists() else {}
+    if asked.again:
+        done = {"verified", "no softmax attention"}
+        names = [n for n in names if found.get(n, {}).get("status") not in done]
     started = time.monotonic()
     for i, result in enumerate(walk.results(names, asked.jobs), 1):
         found[result["model_type"]] = result

@@ -109,6 +109,7 @@ class Failure:
     module: str
     reason: str
     parameters: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    without_form: bool = False  # one side is no projection of tokens at all: a learned probe, say
 
 
 @dataclass
@@ -122,9 +123,14 @@ class Reading:
 Forward = Callable[[], Any]
 
 
-def read(model: torch.nn.Module, forward: Forward) -> Reading:
-    """Every attention that a forward pass of the model reaches."""
-    first = _run(model, forward)
+def watch(model: torch.nn.Module, forward: Forward) -> Trace:
+    """One forward pass, watched, with everything in place."""
+    return _run(model, forward)
+
+
+def read(model: torch.nn.Module, forward: Forward, first: Trace | None = None) -> Reading:
+    """Every attention that a forward pass of the model reaches. `first`: that pass, already watched."""
+    first = first or watch(model, forward)
     reading = Reading(softmaxes=len(first.softmaxes), first=first)
     if not first.softmaxes:
         return reading
@@ -199,7 +205,8 @@ def read(model: torch.nn.Module, forward: Forward) -> Reading:
                 for side in (0, 1)
             )
             reason = "; ".join(dict.fromkeys(problems)) or "no product"
-            reading.failures.append(Failure(softmax.module, reason, names))  # type: ignore[arg-type]
+            probe = not all(names)
+            reading.failures.append(Failure(softmax.module, reason, names, probe))  # type: ignore[arg-type]
         else:
             found.terms = len(softmax.products) - 1
             reading.attentions.append(found)

@@ -199,14 +199,29 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
     sounds = [
         {"input_features": noise(BATCH, mels, 2 * frames)},
         {"input_features": noise(BATCH, 64, mels)},
+        {"input_features": noise(BATCH, 1, 64, mels)},
     ]
+    for name in ("input_features_mask", "feature_attention_mask"):
+        if name in takes:
+            for sound in sounds[:2]:
+                frames_in = sound["input_features"].shape[1 if sound is sounds[1] else 2]
+                sound[name] = torch.ones(BATCH, frames_in, dtype=torch.long)
     waves = [{"input_values": noise(BATCH, 4000)}, {"input_values": noise(BATCH, 1, 4000)}]
-    states = {"encoder_hidden_states": noise(BATCH, 7, width)}
+    memory = _first(config, "encoder_hidden_size", "cross_attention_hidden_size", default=width)
+    states = {"encoder_hidden_states": noise(BATCH, 7, memory if isinstance(memory, int) else width)}
     options: list[dict[str, Any]] = []
     if "pixel_values" in takes and "input_ids" in takes:
         options.append({**text, **pixels, **decoder})
     if main == "input_ids" or "input_ids" in takes:
         options += [{**text, **decoder}, {**text, **states}]
+        books = _first(config, "num_codebooks", "n_codebooks", "num_channels", default=0)
+        if isinstance(books, int) and books > 1:
+            many = ids(LENGTH * books, vocabulary).reshape(BATCH, LENGTH, books)
+            options += [
+                {"input_ids": many},
+                {"input_ids": many, **states},
+                {"input_ids": many.mT.contiguous()},
+            ]
         for s in sounds:
             options.append({**text, **s})
     if main == "pixel_values" or "pixel_values" in takes:

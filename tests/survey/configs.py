@@ -54,6 +54,8 @@ RULES: tuple[tuple[str, Any], ...] = (
         128,
     ),
     (r"max_(source|target)_positions", 128),
+    (r"num_kv_shared_layers", 0),
+    (r"window_size", lambda v: min(v, 4)),
     (r"depths", lambda v: [2] * len(v)),
     (r".*(codebook_size|num_embeddings)", 16),
     (
@@ -93,9 +95,12 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
     "d_fine": {"decoder_attention_heads": 4, "d_model": 32},
     "deimv2": {"decoder_attention_heads": 4, "d_model": 32},
-    "dbrx": {"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 128},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}},
     "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
-    "fun_asr_nano": {},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "chameleon": {"vocabulary_map": {"<image>": 8, "IMGIMGAZ": 9}},
+    "emu3": {"vocabulary_map": {"<image>": 8, "<|visual token 000001|>": 9, "<|extra_200|>": 10}},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
 }
 
@@ -160,11 +165,15 @@ def shrunk(values: Mapping[str, Any], model_type: str, specials: _Specials) -> d
             places = {old: new for new, old in enumerate(chosen)}
             out[key] = {places[int(i)]: shrunk(v, "", specials) for i, v in value.items() if int(i) in places}
             continue
-        out[key] = settings[key] if key in settings else _small(key, value, layers, chosen, specials)
+        out[key] = _small(key, value, layers, chosen, specials)
     for key in LAYER_KEYS:
         if isinstance(out.get(key), int) and out[key] == LAYERS:
             out[key] = len(chosen)
-    out.update({k: v for k, v in settings.items() if v is not ...})
+    for key, value in settings.items():
+        if isinstance(value, dict) and isinstance(out.get(key), dict):
+            out[key] = {**out[key], **value}
+        elif value is not ...:
+            out[key] = value
     _fitted(out, specials.variant)
     nested = {k for k, v in values.items() if isinstance(v, dict) and "model_type" in v}
     for key in nested:

@@ -140,7 +140,7 @@ def _list(record: Mapping[str, Mapping[str, Any]], status: str) -> list[str]:
     for name, r in record.items():
         if r["status"] == status:
             step = f"{r['step']}: " if r["step"] else ""
-            reasons.setdefault(step + re.sub(r"[`<>|*_\\]", " ", r["reason"]), []).append(name)
+            reasons.setdefault(step + re.sub(r"[`<>|*]", " ", r["reason"]), []).append(name)
     ordered = sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0]))
     return [f"- {', '.join(f'`{n}`' for n in names)}: {reason}" for reason, names in ordered] or ["None."]
 

@@ -100,7 +100,13 @@ def _examine(result: Result) -> None:
         tensors = open_checkpoint(Path(folder))
         places = _Places(_matrices(model, Path(folder)))
         result.not_read = [
-            {"module": f.module, "reason": f.reason, "q": f.parameters[0], "k": f.parameters[1]}
+            {
+                "module": f.module,
+                "without_form": f.without_form,
+                "reason": f.reason,
+                "q": f.parameters[0],
+                "k": f.parameters[1],
+            }
             for f in failures
         ]
         layers: list[AttentionLayer] = []
@@ -137,7 +143,7 @@ def _running(result: Result) -> tuple[Any, list[attentions.Reading]]:
             raise
         except Exception as error:
             errors.append((("config", "build", "feed").index(result.step), result.step, error))
-            if "requires the" in str(error):  # a library that is not there
+            if hopeless(str(error)):
                 break
             continue
         result.variant = variant.name
@@ -154,6 +160,13 @@ def _running(result: Result) -> tuple[Any, list[attentions.Reading]]:
     raise error
 
 
+def hopeless(said: str) -> bool:
+    """Whether other sizes would not help: a library or an input is missing."""
+    return "requires the" in said or (
+        ("TypeError" in said or "AttributeError" in said) and "RuntimeError" not in said
+    )
+
+
 # ---- runs ---------------------------------------------------------------------------------------------------
 
 
@@ -165,19 +178,19 @@ def runs(model: Any, result: Result) -> Iterator[attentions.Reading]:
     for path, part in [("", model), *_parts(model)]:
         if any(path.startswith(d + ".") or d == "" for d in done) and not _untouched(part, path, touched):
             continue
-        said = len(errors)
-        reading = _run(part, errors, path)
-        if reading is None:
-            if path:
-                result.unfed.append("; ".join(dict.fromkeys(errors[said:]))[:400])
-            continue
-        done.append(path)
-        assert reading.first is not None
-        touched |= {f"{path}.{n}".removeprefix(".") for n in reading.first.touched}
-        result.fed.append(path or "whole model")
-        for a in [*reading.attentions, *reading.failures]:
-            a.module = f"{path}.{a.module}".strip(".")
-        yield reading
+        said, reached = len(errors), False
+        for reading in _readings(part, _untouched(part, path, touched), errors, path):
+            assert reading.first is not None
+            reached = True
+            touched |= {f"{path}.{n}".removeprefix(".") for n in reading.first.touched}
+            for a in [*reading.attentions, *reading.failures]:
+                a.module = f"{path}.{a.module}".strip(".")
+            yield reading
+        if reached:
+            done.append(path)
+            result.fed.append(path or "whole model")
+        elif path:
+            result.unfed.append("; ".join(dict.fromkeys(errors[said:]))[:400])
     if not result.fed:
         raise ValueError("; ".join(errors)[:1500] or "no inputs to try")
 
@@ -188,25 +201,28 @@ def _parts(model: Any) -> list[tuple[str, Any]]:
     return [(p, m) for p, m in model.named_modules() if p and isinstance(m, PreTrainedModel)]
 
 
-def _untouched(part: Any, path: str, touched: set[str]) -> bool:
-    """Whether most matrices of a part have not been used."""
-    names = [f"{path}.{n}".removeprefix(".") for n, p in part.named_parameters() if p.ndim == 2]
-    return bool(names) and sum(n in touched for n in names) < 0.3 * len(names)
+def _untouched(part: Any, path: str, touched: set[str]) -> set[str]:
+    """Names, in the part, of matrices that no run has used."""
+    names = [n for n, p in part.named_parameters() if p.ndim >= 2]
+    return {n for n in names if f"{path}.{n}".removeprefix(".") not in touched}
 
 
-def _run(part: Any, errors: list[str], path: str) -> attentions.Reading | None:
+def _readings(part: Any, left: set[str], errors: list[str], path: str) -> Iterator[attentions.Reading]:
+    """A reading for every input that suits the part and reaches some of the matrices that are `left`."""
     for inputs in build.candidates(part):
         call = build.forward(part, inputs)
         try:
-            with torch.no_grad():
-                call()
+            first = attentions.watch(part, call)
         except Exception as error:
             errors.append(
                 f"{path or 'model'}({', '.join(inputs)}): {type(error).__name__}: {str(error)[:150]}"
             )
             continue
-        return attentions.read(part, call)
-    return None
+        if left & first.touched:
+            left -= first.touched
+            yield attentions.read(part, call, first)
+        if not left:
+            return
 
 
 # ---- comparison ---------------------------------------------------------------------------------------------
@@ -464,7 +480,7 @@ def classify(
     def listed(module: str) -> bool:
         return any(s and (s in module or module in s) for s in skipped)
 
-    open_failures = [f for f in failures if not listed(f.module)]
+    open_failures = [f for f in failures if not f.without_form and not listed(f.module)]
     open_seen = [a for a in result.not_found if not listed(a["module"])]
     if not any(r.softmaxes for r in readings) and not layers:
         result.status, result.reason, result.step = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import resource
@@ -36,6 +37,7 @@ def _serve(pipe: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     while (model_type := pipe.recv()) is not None:
         pipe.send(verify.examine(model_type))
+        gc.collect()
 
 
 @dataclass
