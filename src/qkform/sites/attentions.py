@@ -248,7 +248,9 @@ def _above(config: Mapping[str, Any] | None, names: Iterable[str]) -> str:
     model_type = str((config or {}).get("model_type"))
     family = families().get(model_type)
     patterns = [rule.module for rule in family.rules] if family else []
-    patterns += [block.module for block in blocks_of(model_type) if "{layer}" in block.module]
+    patterns += [
+        block.module for block in blocks_of(model_type) if "{layer}" in block.module and not block.skip
+    ]
     parts = [pattern.replace("{layer}", "0").replace("{inner}", "0").split(".") for pattern in patterns]
     above = {".".join(p[:i]) + "." for p in parts for i in range(1, len(p) + 1) if "**" not in p[:i]}
     modules = {""} | {name[:i] for name in names for i, character in enumerate(name) if character == "."}
