@@ -32,6 +32,7 @@ SKIPPED = {
     'pip install -c constraints.txt ".[frames]"': "the same",
     "qkform scan BAAI/bge-small-en-v1.5": "asks the hub; tests/test_hub.py does so against a local server",
     "qkform scan EleutherAI/pythia-70m --revision step1000,step10000,step143000 --html steps.html": "the same",
+    "qkform scan EleutherAI/pythia-70m --revision step1000,step143000 --html steps.html": "the same",
     "qkform scan hf://org/name@v1/sub/folder": "the same",
     "python -m tests.fuzz TARGET --runs 100000": "an hour; the recorded outcome is benchmarks/results/fuzz.txt",
     "python -m tests.survey --write docs/families.md": "rewrites a page; tests/test_families.py compares it",
@@ -107,7 +108,7 @@ def test_commands_run_as_printed(line, desk):
     assert done.returncode == 0, done.stderr
     assert done.stdout or "--quiet" in words
     for flag, value in itertools.pairwise(words):
-        if flag in ("--out", "--html"):
+        if flag in ("--out", "--html", "--plots"):
             assert (desk / value).stat().st_size > 0
 
 
