@@ -77,8 +77,8 @@ def scan(
     Parameters
     ----------
     sources
-        A .safetensors or .gguf file, a folder that holds a model, a hub id (org/name),
-        or sample:NAME (see `qkform samples`).
+        A file (safetensors, PyTorch, GGUF, ONNX, npz), a folder that holds a model or an adapter,
+        a hub id (org/name), or sample:NAME (see `qkform samples`).
     format
         What goes to stdout: a table to read, one JSON document, or CSV rows.
     out
