@@ -30,6 +30,7 @@ class Side:
     rows: Array  # (heads, d_head) output of it
     scale: float
     offset: bool  # something is added after the projection
+    added: Array  # (heads, d_head) it, where it is the same for every token; 0 elsewhere
 
     @property
     def x(self) -> torch.Tensor:
@@ -55,7 +56,7 @@ class Side:
         return out
 
     def columns(self, kept: Array) -> Side:
-        return replace(self, which=self.which[:, kept], rows=self.rows[:, kept])
+        return replace(self, which=self.which[:, kept], rows=self.rows[:, kept], added=self.added[:, kept])
 
 
 @dataclass
@@ -99,7 +100,7 @@ class Attention:
             distinct = list(dict.fromkeys(map(tuple, k.rows.tolist())))
             pairs = [distinct.index(tuple(k.rows[g].tolist())) for g in self.pairs]
             first = [next(i for i, r in enumerate(k.rows.tolist()) if tuple(r) == d) for d in distinct]
-            k = replace(k, which=k.which[first], rows=k.rows[first])
+            k = replace(k, which=k.which[first], rows=k.rows[first], added=k.added[first])
             out.append(replace(self, q=q, k=k, pairs=pairs))
         return out
 
@@ -284,7 +285,7 @@ class _Decoder:
     def _through(self, key: Key, outer: Resolved) -> Resolved:
         which, _, rows, scale, offset = self.side([t.projections[key].x for t in self.passes])
         flat = rows.reshape(-1, rows.shape[-1])
-        if len(set(which.ravel().tolist())) != 1 or offset or (flat != flat[0]).any():
+        if len(set(which.ravel().tolist())) != 1 or offset.any() or (flat != flat[0]).any():
             raise NotRead("the latent is not a plain part of one projection")
         inner = self.resolved(self.keys[which.flat[0]])
         bias = outer.bias
@@ -294,8 +295,8 @@ class _Decoder:
         weight = scale * outer.weight @ inner.weight[flat[0]]
         return Resolved(weight, bias, inner.x, (*outer.parameters, *inner.parameters))
 
-    def side(self, operands: Sequence[torch.Tensor]) -> tuple[Array, Array, Array, float, bool]:
-        """(projection, token, row) of each element, the scale, and whether anything is added."""
+    def side(self, operands: Sequence[torch.Tensor]) -> tuple[Array, Array, Array, float, Array]:
+        """(projection, token, row) of each element, the scale, and what is added to them."""
         plain, zeros, ones, codes = (o.detach().double().numpy() for o in operands)
         scale = ones - zeros
         if not np.isfinite(codes).all():
@@ -324,20 +325,14 @@ class _Decoder:
             np.where(used, local // size[which], -1),
             np.where(used, local % size[which], -1),
             float(factors.mean()),
-            bool(np.abs(zeros).max() > 0),
+            zeros / float(factors.mean()),
         )
 
     def attention(self, softmax: Softmax, passes: Sequence[Product], norms: set[str]) -> Attention:
         q = self.side([p.left for p in passes])
         k = self.side([p.right for p in passes])
-        d = q[0].shape[-1]
         lead = np.broadcast_shapes(q[0].shape[:-2], k[0].shape[:-2])
-        codes_q, codes_k = (
-            np.broadcast_to(np.where(s[2] >= 0, s[0] * STRIDE + s[2], -1), (*lead, *s[2].shape[-2:])).reshape(
-                -1, s[2].shape[-2], d
-            )
-            for s in (q, k)
-        )
+        (codes_q, added_q), (codes_k, added_k) = (_spread(side, lead) for side in (q, k))
         pairs: dict[tuple[int, ...], tuple[int, ...]] = {}
         for rows_q, rows_k in zip(codes_q, codes_k, strict=True):
             keys = {tuple(r) for r in np.unique(rows_k, axis=0).tolist() if min(r) >= 0}
@@ -351,7 +346,10 @@ class _Decoder:
         k_heads = list(dict.fromkeys(pairs.values()))
         if not q_heads:
             raise NotRead("no whole head reaches the product")
-        side_q, side_k = self._side(np.array(q_heads), q), self._side(np.array(k_heads), k)
+        side_q, side_k = (
+            self._side(np.array(heads), side[3], codes, added)
+            for heads, side, codes, added in ((q_heads, q, codes_q, added_q), (k_heads, k, codes_k, added_k))
+        )
         x_q, x_k = side_q.x, side_k.x
         same = x_q is x_k or (x_q.shape == x_k.shape and bool(torch.equal(x_q, x_k)))
         used = [self.keys[i] for i in sorted({*np.unique(q[0]).tolist(), *np.unique(k[0]).tolist()} - {-1})]
@@ -367,7 +365,7 @@ class _Decoder:
             x=x_q,
         )
 
-    def _side(self, codes: Array, read: tuple[Array, Array, Array, float, bool]) -> Side:
+    def _side(self, codes: Array, scale: float, seen: Array, added: Array) -> Side:
         numbers = list(dict.fromkeys((codes // STRIDE).ravel().tolist()))
         found = tuple(self.resolved(self.keys[i]) for i in numbers)
         first = found[0].x
@@ -375,7 +373,21 @@ class _Decoder:
             parts = " and ".join(", ".join(r.parameters) for r in found)
             raise NotRead(f"put together from projections of different inputs: {parts}")
         places = np.vectorize(numbers.index)(codes // STRIDE)
-        return Side(found, places, codes % STRIDE, read[3], read[4])
+        vectors = np.zeros(codes.shape)
+        flat, flat_added = seen.reshape(-1, codes.shape[1]), added.reshape(-1, codes.shape[1])
+        for i, head in enumerate(codes):
+            mine = flat_added[(flat == head).all(1)]
+            if np.ptp(mine, axis=0).max() <= EXACT * max(1.0, np.abs(mine).max()):
+                vectors[i] = mine[0]
+        return Side(found, places, codes % STRIDE, scale, bool(np.abs(added).max() > 0), vectors)
+
+
+def _spread(side: tuple[Array, Array, Array, float, Array], lead: tuple[int, ...]) -> tuple[Array, Array]:
+    """(matrices, tokens, d_head) codes of projection and row, and what is added, for every product."""
+    which, _, rows, _, added = side
+    codes = np.where(rows >= 0, which * STRIDE + rows, -1)
+    shape = (*lead, *rows.shape[-2:])
+    return tuple(np.broadcast_to(x, shape).reshape(-1, *rows.shape[-2:]) for x in (codes, added))  # type: ignore[return-value]
 
 
 STRIDE = 1 << 20  # more than any projection here has rows

@@ -293,6 +293,10 @@ def _required(name: str, width: int) -> Any:
         return torch.ones(BATCH, LENGTH, 4, dtype=torch.long)
     if name in ("position_ids", "cache_position"):
         return torch.arange(LENGTH)[None].expand(BATCH, -1)
+    if name == "codebook_idx":
+        return 2
+    if name in ("object_queries", "spatial_position_embeddings", "position_embeddings"):
+        return noise(BATCH, LENGTH, width)
     if name == "past_values":
         return noise(BATCH, 64)
     return None
