@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from qkform.records import Row, values
-from qkform.report.charts import domain_of, limit_of
+from qkform.report.charts import domain_of
 from qkform.report.look import DIVERGING, MODEL_COLOURS, QUIET, SIZES, Field, Width, data, finished, tooltip
 from qkform.report.marks import by_layer, cells, plane_axes, zero_lines
 from qkform.report.rows import diff_points
@@ -47,10 +47,7 @@ def heatmap(
 
 def heatmap_limit(rows: Iterable[Row], column: Change) -> float:
     """Where the colours end. Round, and 99 in 100 heads stay within; a relative change has no bound of its own."""
-    rows = [row for row in rows if row["head"] is not None]
-    if column == "symmetry_change":
-        return limit_of(rows, column)
-    found = sorted(values(rows, column))
+    found = sorted(abs(v) for v in values([row for row in rows if row["head"] is not None], column))
     reached = found[math.ceil(0.99 * len(found)) - 1] if found else 0.0
     return _rounded_up(reached) if reached > 0 else 1.0
 

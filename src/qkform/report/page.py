@@ -196,7 +196,8 @@ def _title(names: Sequence[str]) -> str:
 
 def _signed(value: float) -> str:
     """0.123, and a negative one with the minus sign that typography has."""
-    return f"{value:.3f}".replace("-", "\u2212")
+    shown = f"{value:.3f}" if abs(value) >= 0.001 or value == 0.0 else f"{value:.1e}"
+    return shown.replace("-", "\u2212")
 
 
 def _json(value: Any) -> str:

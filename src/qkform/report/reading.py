@@ -60,7 +60,7 @@ def change(diff: DiffTable) -> str:
         above = sum(r["symmetry_change"] > r["null_high"] for r in banded)
         below = sum(r["symmetry_change"] < r["null_low"] for r in banded)
         parts.append(
-            f"Symmetry changed by {decimals(median_of(rows, 'symmetry_change'))} (median over layers)."
+            f"Symmetry changed by {signed(median_of(rows, 'symmetry_change'))} (median over layers)."
         )
         if banded:
             parts.append(
@@ -91,6 +91,14 @@ def mask_words(rows: Iterable[Row]) -> str:
 def decimals(value: float | None, digits: int = 3) -> str:
     """A score with `digits` decimals; a dash for what is not defined."""
     return "–" if value is None else f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0: no minus zero
+
+
+def signed(value: float | None, digits: int = 3) -> str:
+    """A change with its sign; one that three decimals would not show, in powers of ten."""
+    if value is not None and 0.0 < abs(value) < 0.01:
+        return f"{value:+.1e}"
+    text = decimals(value, digits)
+    return text if value is None or text.startswith("-") or not text.strip("0.") else f"+{text}"
 
 
 def _beyond(rows: Sequence[Row]) -> tuple[int, int]:

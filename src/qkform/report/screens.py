@@ -7,7 +7,7 @@ from typing import Any
 
 from qkform.differences import DIFF_COLUMNS, DiffTable
 from qkform.records import ModelScores, Row, ScoreTable, median_of, single_heads, values, whole_layers
-from qkform.report.reading import change, decimals, is_number, movement, reading
+from qkform.report.reading import change, decimals, is_number, movement, reading, signed
 from qkform.report.series import UNITS, Entry, entries
 from qkform.report.terminal import (
     NOTES,
@@ -203,9 +203,3 @@ def _diff_columns(
     if width >= 60:
         columns.append(score("cosine", "cosine"))
     return columns
-
-
-def signed(value: float | None, digits: int = 3) -> str:
-    """A change with its sign."""
-    text = decimals(value, digits)
-    return text if value is None or text.startswith("-") or not text.strip("0.") else f"+{text}"
