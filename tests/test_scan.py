@@ -304,7 +304,7 @@ def test_json_is_strict_and_comes_back(table, tmp_path):
 def test_csv_has_one_line_per_row_and_empty_nulls(table, tmp_path):
     lines = table.save(tmp_path / "t.csv").read_text().splitlines()
     assert len(lines) == len(table.rows) + 1
-    assert lines[0].split(",") == ["source", "model_type", "step", *COLUMNS]
+    assert lines[0].split(",") == ["source", "model_type", "revision", "step", "offset", *COLUMNS]
     assert "nan" not in "".join(lines).lower().replace("holds nan", "")
 
 
@@ -323,8 +323,8 @@ def test_frames_keep_types_and_nulls(table, tmp_path):
 
 
 def test_an_empty_table_makes_frames_with_all_columns():
-    assert ScoreTable().to_polars().columns == ["source", "model_type", "step", *COLUMNS]
-    assert list(ScoreTable().to_pandas().columns) == ["source", "model_type", "step", *COLUMNS]
+    assert ScoreTable().to_polars().columns == ["source", "model_type", "revision", "step", "offset", *COLUMNS]
+    assert list(ScoreTable().to_pandas().columns) == ["source", "model_type", "revision", "step", "offset", *COLUMNS]
 
 
 def test_saving_is_whole_or_not_at_all(table, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ ROOT = Path(qkform.__file__).parent
 # part -> parts of qkform it may import
 ARROWS = {
     "errors": set(),
+    "steps": set(),
     "cache": {"errors"},
     "records": {"errors"},
     "differences": {"records", "errors"},
@@ -34,9 +35,11 @@ ARROWS = {
         "samples",
         "scoring",
         "sites",
+        "steps",
     },
     "sites": {"layouts", "form", "errors"},
-    "report": {"records", "differences", "errors", "cache"},
+    "report": {"records", "differences", "errors", "cache", "steps"},
+    "targets": {"records", "differences", "errors", "report", "checkpoints"},
     "differ": {"differences", "errors", "form", "layouts", "options", "records", "scanner", "scoring"},
     "cli": {
         "errors",
@@ -47,8 +50,7 @@ ARROWS = {
         "differ",
         "report",
         "samples",
-        "cache",
-        "checkpoints",
+        "targets",
     },
     "__main__": {"cli"},
     "__init__": {
