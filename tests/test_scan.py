@@ -528,16 +528,8 @@ def test_the_name_of_a_repository_tells_no_step(source, step):
     assert step_of(source, "step9", hub=True) == 9
 
 
-def test_a_step_is_of_the_adapter_not_of_its_base(adapted_run):
-    base, delta, merged = qk.scan(adapted_run).models
-    assert (base.step, delta.step, merged.step) == (None, 500, 500)
-
-
-@pytest.fixture
-def adapted_run(write_model, tmp_path):
+def adapter_folder(folder, base):
     rng = np.random.default_rng(0)
-    base = write_model(bert_tensors(rng), name="base")
-    folder = tmp_path / "runs" / "checkpoint-500"
     folder.mkdir(parents=True)
     module = "base_model.model.encoder.layer.0.attention.self.query"
     save_file(
@@ -552,6 +544,31 @@ def adapted_run(write_model, tmp_path):
         json.dumps({**settings, "base_model_name_or_path": str(base)})
     )
     return folder
+
+
+def test_a_step_and_a_revision_are_of_the_adapter_not_of_its_base(revised, tmp_path, monkeypatch):
+    from qkform import scanner
+    from qkform.checkpoints.adapter import AdapterFolder
+
+    here = adapter_folder(tmp_path / "runs" / "checkpoint-500", revised["step2"])
+    told = [(m.step, m.revision) for m in qk.scan(here).models]
+    assert told == [(2, None), (500, None), (500, None)]
+    there = adapter_folder(tmp_path / "runs" / "checkpoint-600", "org/step-3")  # a base of the hub
+    monkeypatch.chdir(tmp_path)
+    base, delta, merged = qk.scan("runs/checkpoint-600").models
+    assert (base.step, base.revision[:4]) == (None, "main")
+    assert [(m.step, m.revision) for m in (delta, merged)] == [(600, None)] * 2
+    table = qk.diff("org/m", there)
+    assert (table.revision_a[:4], table.revision_b) == ("main", None)
+    of_base = scanner._from_hub
+
+    def open_hub(name, revision, options):
+        return AdapterFolder(here, "c" * 40) if name == "org/adapter" else of_base(name, revision, options)
+
+    monkeypatch.setattr(scanner, "_from_hub", open_hub)
+    base, delta, merged = qk.scan("org/adapter", revision="step7").models
+    assert (base.step, base.revision) == (2, None)
+    assert [(m.step, m.revision) for m in (delta, merged)] == [(7, "c" * 40)] * 2
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------

@@ -15,9 +15,7 @@ _STEP = re.compile(
 )
 _PART = re.compile(r"[^/\\]+")
 _REPOSITORY = re.compile(r"(?:hf://(?:models/)?|https?://[^/]*/)?[^/@]*(?:/[^/@]*)?")
-_PARTS = (
-    3  # of a path: the file, its folder, and the one above, as in checkpoint-500/weights/model.safetensors
-)
+_PARTS = 3  # of a path that are looked at: the file, its folder, the one above
 _CACHED = "models--"  # a repository in the hub's cache: what follows is its name
 
 
