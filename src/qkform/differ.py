@@ -31,7 +31,7 @@ def diff(a: Source, b: Source, *, progress: Progress | None = None, **options: A
     by the path of their module; where the two name their modules differently (with and without a head; a GGUF file and
     the model it was made from), by the end of the path, or in order if all shapes agree. A row has both symmetries and
     directionalities, the size of the change, the angle between the forms, and where the change of symmetry would lie
-    (+-2 std) had the form turned by the same angle in a random direction (docs/math.md#differences). Raises what `scan`
+    (+-2 std) had noise on W_Q and W_K turned the form by the same angle (docs/math.md#differences). Raises what `scan`
     raises, and LayoutError where no layer of one is a layer of the other.
 
     >>> diff("./pretrained", "./finetuned").layers[0]["symmetry_change"]       # doctest: +SKIP
@@ -178,12 +178,13 @@ def _rows(
     }
     columns["directionality_change"] = columns["directionality_b"] - columns["directionality_a"]
     if own:
-        columns |= {"symmetry_a": form_a.symmetry(), "symmetry_b": form_b.symmetry()}
-        columns["symmetry_change"] = by = columns["symmetry_b"] - columns["symmetry_a"]
         columns |= {
+            "symmetry_a": form_a.symmetry(),
+            "symmetry_b": form_b.symmetry(),
+            "symmetry_change": moved.symmetry,
             "null_low": moved.null_mean - 2.0 * moved.null_std,
             "null_high": moved.null_mean + 2.0 * moved.null_std,
-            "symmetry_change_z": _z(by, moved.null_mean, moved.null_std),
+            "symmetry_change_z": moved.z(),
             "change_symmetry": moved.form.symmetry(),
         }
     defects = list(zip(form_a.defects(), form_b.defects(), moved.form.defects(), strict=True))
@@ -236,15 +237,10 @@ _SCORES = (
 )
 
 
-def _z(by: Any, mean: Any, std: Any) -> Any:
-    """Standard deviations from chance; NaN where nothing moved."""
-    return np.divide(by - mean, std, out=np.full_like(std, np.nan), where=std > 0.0)
-
-
 def _conventions(options: Options, matched_by: str) -> dict[str, Any]:
     """What was assumed, for the record."""
     return conventions(options) | {
         "change": "b - a; relative_change is ||W_b - W_a|| / ||W_a||, cosine is <W_a, W_b> / (||W_a|| ||W_b||)",
-        "null": "symmetry_change had W_a turned by the same angle in a random direction: mean -+ 2 standard deviations",
+        "null": "symmetry_change had noise on W_Q and W_K turned W_a by the same angle: mean -+ 2 standard deviations",
         "matched_by": matched_by,
     }
