@@ -1,7 +1,7 @@
 """The change from one query-key form to another, W_b - W_a, without forming either; and what chance would make of it.
 
-The difference is a form itself, twice as wide: W_b - W_a = (Q_b - Q_a) K_b^T + Q_a (K_b - K_a)^T. Written so, and summed
-in float64, two forms that hardly differ do not cancel.
+The difference is a form itself, twice as wide: W_b - W_a = (Q_b - Q_a) K_b^T + Q_a (K_b - K_a)^T. Written so, and
+summed in float64, two forms that hardly differ do not cancel.
 """
 
 from __future__ import annotations

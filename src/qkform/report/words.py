@@ -70,8 +70,8 @@ DIFF_SCORES = (
     (
         "noise on the weights",
         "a band",
-        "Where the change of symmetry would lie if independent noise on W_Q and W_K had turned W by the same angle as the "
-        "real change: mean plus and minus two standard deviations. Inside the band, the change says nothing about "
+        "Where the change of symmetry would lie if independent noise on W_Q and W_K had turned W by the same angle as "
+        "the real change: mean plus and minus two standard deviations. Inside the band, the change says nothing about "
         "symmetry in particular; outside, noise rarely goes there. That alone does not make it large.",
     ),
     (
