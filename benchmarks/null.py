@@ -3,7 +3,7 @@
 * how often |z| of the symmetry exceeds 2 and 3, by effective rank (large d, flat spectrum: d k s is a difference of two
   chi-square variables with k (k + 1) / 2 and k (k - 1) / 2 degrees of freedom);
 * the standard deviation of directionality of Gaussian weights, layers and heads;
-* z of the change of symmetry when noise of 3 % is put on the weights of real heads, and a random low-rank change on W_Q.
+* z of the change of symmetry when noise of 3 % is put on real heads, and a random low-rank change on W_Q.
 """
 
 from __future__ import annotations
