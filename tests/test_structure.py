@@ -15,11 +15,12 @@ ROOT = Path(qkform.__file__).parent
 # part -> parts of qkform it may import
 ARROWS = {
     "errors": set(),
+    "wrappers": set(),
     "cache": {"errors"},
     "records": {"errors"},
     "differences": {"records", "errors"},
     "form": {"errors"},
-    "checkpoints": {"errors"},
+    "checkpoints": {"errors", "wrappers"},
     "layouts": {"form", "errors"},
     "samples": {"checkpoints", "errors", "cache"},
     "options": {"layouts", "errors"},
@@ -35,7 +36,7 @@ ARROWS = {
         "scoring",
         "sites",
     },
-    "sites": {"layouts", "form", "errors"},
+    "sites": {"layouts", "form", "errors", "wrappers"},
     "report": {"records", "differences", "errors", "cache"},
     "differ": {"differences", "errors", "form", "layouts", "options", "records", "scanner", "scoring"},
     "cli": {
