@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -113,14 +114,10 @@ class Merged(Derived):
 
     def plan_with_base(self, layers: Sequence[tuple[list[Need], list[Need]]]) -> None:
         """Plan to read (of the base, of this) layer by layer: what both read is fetched and held once."""
-        left = self._kept.plan([need for _, of_merged in layers for need in of_merged], self._nbytes)
-        left.reverse()
+        left = iter(self._kept.plan([need for _, of_merged in layers for need in of_merged], self._nbytes))
         below: list[Need] = []
         for of_base, of_merged in layers:
-            below += of_base
-            for need in of_merged:
-                if left and left[-1] == need:  # what is held here is not asked for below
-                    below += self._below([left.pop()])
+            below += [*of_base, *self._below(islice(left, len(of_merged)))]
         self.base.plan(below)
 
 

@@ -111,6 +111,7 @@ class AheadReader:
         self._disk = ByteReader()
         self._waiting: list[Piece] = []  # not started, the next one last
         self._place: dict[Range, Piece] = {}
+        self._longest: dict[tuple[Path, int], int] = {}  # of ranges with one begin: fetched once
         self._uses: Counter[Range] = Counter()
         self._kept: dict[Range, NDArray[np.uint8]] = {}
         self._small: dict[Range, NDArray[np.uint8]] = {}
@@ -130,6 +131,10 @@ class AheadReader:
         self._abandon()
         self._jobs.join()
         remote = [item for item in ranges if item[0] not in self._local and item[2]]
+        self._longest = {}
+        for file, offset, nbytes in remote:
+            self._longest[file, offset] = max(nbytes, self._longest.get((file, offset), 0))
+        remote = [(file, offset, self._longest[file, offset]) for file, offset, _ in remote]
         self._uses, self._kept = Counter(remote), {}
         self._waiting = pieces([item for item in remote if item not in self._small])[::-1]
         self._place = {item: piece for piece in self._waiting for item in piece.ranges}
@@ -141,6 +146,9 @@ class AheadReader:
             return self._disk.read(self._local[path], offset, nbytes)
         if not nbytes:
             return np.empty(0, np.uint8)
+        longest = self._longest.get((path, offset), nbytes)
+        if longest > nbytes:
+            return self.read(path, offset, longest)[:nbytes]
         item = (path, offset, nbytes)
         if item in self._kept or item in self._small:
             out = self._kept[item] if item in self._kept else self._small[item]

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -97,9 +98,12 @@ class Derived:
         """The same in the names of what is stored, as often as it is read there."""
         self.base.plan(self._below(self._kept.plan(needs, self._nbytes)))
 
-    def _below(self, needs: Iterable[Need]) -> list[Need]:
+    def _below(self, needs: Iterable[Need | None]) -> list[Need]:
         below: list[Need] = []
-        for name, rows in needs:
+        for need in needs:
+            if need is None:
+                continue
+            name, rows = need
             made = self._made.get(name)
             below += [(self._renamed.get(name, name), rows)] if made is None else made.needs(rows)
         return below
@@ -113,7 +117,7 @@ class Derived:
         return math.prod(shape) * (8 if self._made[name].info.dtype == "F64" else 4)
 
     def read(self, name: str, rows: int | None = None) -> Array:
-        return self._kept.read((name, rows), lambda: self._read(name, rows))
+        return self._kept.read((name, rows), partial(self._read, name))
 
     def _read(self, name: str, rows: int | None) -> Array:
         made = self._made.get(name)

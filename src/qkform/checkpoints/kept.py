@@ -20,23 +20,32 @@ class Kept:
         self._limit = limit
         self._left: Counter[Need] = Counter()  # readings to come of what is held in between
         self._held: dict[Need, Array] = {}  # the one that was asked for last is the last
+        self._longest: dict[str, int | None] = {}  # rows: who asks for fewer is given them out of these
 
-    def plan(self, needs: Sequence[Need], nbytes: Callable[[Need], int | None]) -> list[Need]:
-        """What of `needs` is left to be read, in order, when the rest comes from here.
+    def plan(self, needs: Sequence[Need], nbytes: Callable[[Need], int | None]) -> list[Need | None]:
+        """What is to be read for each of `needs` in turn; None where it is held by then.
 
         `nbytes` says how large a tensor is, None for one that is not to be held. A later plan replaces this one.
         """
-        self._held = {}
+        self._held, self._longest = {}, {}
+        for name, rows in needs:
+            other = self._longest.get(name, rows)
+            self._longest[name] = None if rows is None or other is None else max(rows, other)
+        self._longest = {
+            name: rows for name, rows in self._longest.items() if nbytes((name, rows)) is not None
+        }
+        needs = [(name, self._longest.get(name, rows)) for name, rows in needs]
         uses, seen, total = Counter(needs), Counter[Need](), 0
         sizes = {need: nbytes(need) for need, n in uses.items() if n > 1}
         self._left = Counter()
-        below = []
+        below: list[Need | None] = []
         for need in needs:
             size = sizes.get(need)
             seen[need] += 1
             if need in self._left:
                 if seen[need] == uses[need] and size is not None:
                     total -= size
+                below.append(None)
                 continue
             below.append(need)
             if size is not None and seen[need] == 1 and total + size <= self._limit:
@@ -44,11 +53,13 @@ class Kept:
                 total += size
         return below
 
-    def read(self, need: Need, fetch: Callable[[], Array]) -> Array:
-        """The tensor that is held, or the one that `fetch` brings."""
+    def read(self, need: Need, fetch: Callable[[int | None], Array]) -> Array:
+        """The tensor, or its first rows: held here, or brought by `fetch`, which is told how many rows to bring."""
+        name, rows = need
+        need = name, self._longest.get(name, rows)
         out = self._held.pop(need, None)
         if out is None:
-            out = fetch()
+            out = fetch(need[1])
         if need in self._left:
             self._left[need] -= 1
             if self._left[need] > 0:
@@ -58,4 +69,4 @@ class Kept:
                     del self._held[next(iter(self._held))]
             else:
                 del self._left[need]
-        return out
+        return out if need[1] == rows else out[:rows]
