@@ -20,7 +20,7 @@ ARROWS = {
     "records": {"errors"},
     "differences": {"records", "errors"},
     "form": {"errors"},
-    "checkpoints": {"errors"},
+    "checkpoints": {"errors", "wrappers"},
     "layouts": {"form", "errors"},
     "samples": {"checkpoints", "errors", "cache"},
     "options": {"layouts", "errors"},

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from qkform.differences import DiffTable
-from qkform.errors import ConfigError, LayoutError, QKFormError
+from qkform.errors import ConfigError, LayoutError, QKFormError, prefixed
 from qkform.form import BilinearForm
 from qkform.form.change import change
 from qkform.layouts import AttentionLayer, Layout
@@ -152,7 +152,7 @@ def _layer_rows(a: AttentionLayer, b: AttentionLayer, options: Options) -> list[
             rows += _rows(a, b, x, y, options, first=i * part * size)
         return rows
     except QKFormError as error:
-        raise type(error)(f"{a.module}: {error}") from None
+        raise prefixed(error, a.module) from None
 
 
 def _rows(

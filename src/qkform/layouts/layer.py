@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from qkform.errors import QKFormError
+from qkform.errors import QKFormError, prefixed
 from qkform.form import BilinearForm
 from qkform.layouts.order import WHOLE, Sizes, cut
 from qkform.layouts.rules import Kind, Mask
@@ -98,7 +98,7 @@ class AttentionLayer:
             w_k, b_k = self._projection(self.k, self.n_kv_heads, held)
             return BilinearForm(w_q, w_k, b_q=b_q, b_k=b_k)
         except QKFormError as error:
-            raise type(error)(f"{self.module}: {error}") from None
+            raise prefixed(error, self.module) from None
 
     def form_with(
         self,

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from qkform.errors import SourceError
 from qkform.layouts.match import is_number
-from qkform.wrappers import WRAPPERS
+from qkform.wrappers import ADAPTED, WRAPPERS
 
-_ADAPTED = "base_layer"
+_INSIDE = (*WRAPPERS, ADAPTED)  # what a path names beside the modules of the model
 _FLOATS = frozenset({"torch.float64", "torch.float32", "torch.float16", "torch.bfloat16"})
 _MERGE = "merge it first (`model.merge_and_unload()`), or scan the model without it"
 
@@ -141,7 +141,7 @@ def unwrapped(model: Any) -> Any:
     """The model inside compiled, data-parallel and sharding wrappers."""
     while True:
         children = dict(model.named_children())
-        inner = next((children[name] for name in children if name in WRAPPERS), None)
+        inner = next((children[name] for name in children if name in _INSIDE), None)
         if inner is None and list(children) == ["module"] and not any(True for _ in model.parameters(False)):
             inner = children["module"]
         if inner is None or inner is model:
@@ -150,7 +150,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def clean(path: str) -> str:
-    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+    return ".".join(part for part in path.split(".") if part not in _INSIDE)
 
 
 def still_there(root: Any, path: str, module: Any, adapted: bool = False) -> None:
@@ -182,10 +182,10 @@ def _inwards(module: Any, adapted: bool) -> list[tuple[Any, bool]]:
     chain = [(module, adapted)]
     while True:
         children = module._modules
-        name = next((n for n in WRAPPERS if children.get(n) is not None), None)
+        name = next((n for n in _INSIDE if children.get(n) is not None), None)
         if name is None:
             return chain
-        module, adapted = children[name], adapted or name == _ADAPTED
+        module, adapted = children[name], adapted or name == ADAPTED
         chain.append((module, adapted))
 
 
@@ -255,7 +255,7 @@ def tree(root: Any) -> Tree:
                 continue
             renamed.add(path)
         kept[path] = module
-    adapted = frozenset(clean(path) for path in kept if _ADAPTED in path.split("."))
+    adapted = frozenset(clean(path) for path in kept if ADAPTED in path.split("."))
     several = {key: [clean(p) for p in paths] for key, paths in places.items() if len(paths) > 1}
     return Tree({clean(path): module for path, module in kept.items()}, adapted, several, root)
 
