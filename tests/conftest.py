@@ -17,6 +17,9 @@ from safetensors.numpy import save_file
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
+# No test waits for a network; those of the hub serve their own, and say so.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # A loaded machine is slow, not wrong; and what CI runs must not depend on luck.
 settings.register_profile("qkform", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("qkform")

@@ -321,6 +321,53 @@ def test_a_fault_in_one_source_does_not_cost_the_others(bert, tmp_path):
     assert "internal error" in document["errors"][0]["message"]
 
 
+def test_memory_that_does_not_suffice_is_no_fault_of_ours(bert, write_model, capsys, monkeypatch):
+    from qkform import scanner
+
+    big = write_model(bert_tensors(np.random.default_rng(1)), name="big")
+    right = scanner.layer_rows
+
+    def rows(layer, options):
+        if layer.layer == 1 and calls.pop():
+            raise MemoryError
+        return right(layer, options)
+
+    calls = [False, True]
+    monkeypatch.setattr(scanner, "layer_rows", rows)
+    assert main(["scan", str(big), str(bert), "--format", "json"]) == 2
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert [m["source"] for m in document["models"]] == [str(bert)]
+    assert document["errors"] == [
+        {
+            "source": str(big),
+            "message": f"{big}: out of memory: a tensor this large does not fit; is its shape right?",
+        }
+    ]
+    assert err == f"error: {document['errors'][0]['message']}\n"
+
+
+def test_a_name_that_is_no_path_is_looked_for_here_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["scan", "nope"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: there is no file or folder named 'nope', and as a hub id: "
+    )
+
+
+def test_a_revision_may_be_given_for_each_side_of_a_diff(bert, capsys, monkeypatch):
+    asked = {}
+
+    def compared(a, b, **options):
+        asked.update(options)
+        raise qkform.errors.SourceError("enough")
+
+    monkeypatch.setattr("qkform.differ.diff", compared)
+    assert main(["diff", "org/m", "org/m", "--revision-a", "step1", "--revision-b", "step2"]) == 2
+    assert (asked["revision_a"], asked["revision_b"]) == ("step1", "step2")
+
+
 def test_a_message_has_a_bounded_length(write_model, capsys):
     tensors = bert_tensors(np.random.default_rng(0))
     folder = write_model(tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import numpy as np
@@ -145,11 +146,112 @@ def test_live_models_are_compared_with_their_files(pair, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [({"offset": (1, 2)}, "one distance"), ({"colour": 1}, "no option 'colour'")]
+    ("options", "words"),
+    [
+        ({"offset": (1, 2)}, "one distance"),
+        ({"gamma": "many"}, "gamma"),
+        ({"heads": 2.5}, r"heads is 2\.5"),
+        ({"revision_a": "main"}, "no hub id, so it has no revision 'main'"),
+        ({"revision_b": "main"}, "no hub id, so it has no revision 'main'"),
+        ({"revision_b": ["a", "b"]}, "revision_b"),
+    ],
 )
 def test_options_that_make_no_sense_are_refused(pair, options, words):
     with pytest.raises(ConfigError, match=words):
         qk.diff(*pair, **options)
+
+
+@pytest.mark.parametrize("option", ["signature", "revision", "colour"])
+def test_options_of_scan_alone_are_none_of_diff(pair, option):
+    with pytest.raises(TypeError, match=option):
+        qk.diff(*pair, **{option: "auto"})
+
+
+def test_keywords_are_those_of_scan():
+    """What the two share they call the same, with the same defaults."""
+    scan, diff = (inspect.signature(f).parameters for f in (qk.scan, qk.diff))
+    assert set(scan) - set(diff) == {"sources", "signature", "revision", "on_error"}
+    assert set(diff) - set(scan) == {"a", "b", "revision_a", "revision_b"}
+    for name in set(scan) & set(diff):
+        assert (diff[name].kind, diff[name].default) == (scan[name].kind, scan[name].default), name
+
+
+def test_conventions_are_of_columns_that_are_there(pair):
+    plain, biased = (qk.diff(*pair, bias=bias).conventions for bias in (False, True))
+    for told in (plain, biased):
+        assert not {"signature", "symmetry_z"} & set(told)
+        assert "bias_share" not in json.dumps(told)
+        assert {"gamma", "symmetry", "directionality", "biases", "rotary"} <= set(told)
+    assert plain["biases"] == "not in the form"
+
+
+@pytest.fixture
+def rotary(write_model):
+    rng = np.random.default_rng(7)
+    config = {"model_type": "llama", "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 1}
+    names = [f"model.layers.0.self_attn.{side}_proj.weight" for side in "qk"]
+    return [
+        write_model({n: rng.normal(size=(12, 12)).astype(np.float32) for n in names}, config, name=name)
+        for name in ("one", "two")
+    ]
+
+
+@pytest.mark.parametrize(
+    "offset", [4, [4], (4,), np.int64(4), np.array([4]), np.array(4), range(4, 5)], ids=repr
+)
+def test_a_distance_may_be_any_whole_number_in_scan_and_diff_alike(rotary, offset):
+    table = qk.diff(*rotary, offset=offset)
+    assert table.offset == 4
+    assert "R(4)" in table.conventions["rotary"]
+    (model,) = qk.scan(rotary[0], offset=offset).models
+    assert (model.offset, type(model.offset)) == (4, int)
+    assert [row["symmetry"] for row in model.rows] == pytest.approx([row["symmetry_a"] for row in table.rows])
+    json.loads(table.to_json())
+    assert set(table.to_polars()["offset"]) == {4}
+
+
+def test_records_without_revisions_are_read(pair, tmp_path):
+    document = qk.diff(*pair).to_dict()
+    for name in ("revision_a", "revision_b", "offset"):
+        assert document.pop(name) is None
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    assert qk.DiffTable.load(tmp_path / "old.json").revision_b is None
+
+
+def test_the_command_warns_of_layers_that_one_side_lacks_and_of_heads_without_scores(write_model, capsys):
+    tensors = bert_tensors(np.random.default_rng(2), layers=6)
+    longer = write_model(tensors, BERT_CONFIG | {"num_hidden_layers": 6}, name="longer")
+    half = {n: t.copy() for n, t in tensors.items() if int(n.split(".")[2]) < 3}
+    half["encoder.layer.0.attention.self.query.weight"][:4] = 0.0
+    shorter = write_model(half, BERT_CONFIG | {"num_hidden_layers": 3}, name="shorter")
+    for pair, side in (((longer, shorter), "first"), ((shorter, longer), "second")):
+        assert main(["diff", *map(str, pair), "--quiet", "--format", "json"]) == 0
+        out, err = capsys.readouterr()
+        heads, layers = err.splitlines()
+        assert (
+            f"3 layers are in the {side} alone and not compared: encoder.layer.3.attention.self and 2 more"
+            in layers
+        )
+        assert "no scores for encoder.layer.0.attention.self head 0:" in heads
+        assert "W_Q is all zero" in heads
+        assert len(json.loads(out)["rows"]) == 12
+    assert main(["diff", str(longer), str(longer), "--format", "json"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_the_command_says_that_it_fetches_a_sample(bert, capsys, monkeypatch):
+    from qkform import samples
+
+    def fetch(name, on_progress=None):
+        if on_progress:
+            on_progress(f"fetching {name}")
+        return bert
+
+    monkeypatch.setattr(samples, "fetch", fetch)
+    assert main(["diff", "sample:a", "sample:b"]) == 0
+    assert capsys.readouterr().err.split() == ["fetching", "a", "fetching", "b"]
+    assert main(["diff", "sample:a", "sample:b", "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_the_command_prints_saves_and_draws(pair, tmp_path, capsys):

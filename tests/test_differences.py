@@ -88,16 +88,19 @@ def test_diff_comes_back_from_json_as_it_was_saved(tmp_path: Path) -> None:
     assert back.only_in_a == ["encoder.layer.9.attention"]
 
 
+OF_DIFF = ["source_a", "revision_a", "source_b", "revision_b", "model_type", "offset"]
+
+
 def test_diff_goes_to_csv_and_frames_with_its_sources(tmp_path: Path) -> None:
     diff = with_gaps()
     lines = diff.save(tmp_path / "d.csv").read_text().splitlines()
-    assert lines[0].split(",") == ["source_a", "source_b", "model_type", *DIFF_COLUMNS]
+    assert lines[0].split(",") == [*OF_DIFF, *DIFF_COLUMNS]
     assert len(lines) == 17
     frame = diff.to_polars()
-    assert frame.shape == (16, 3 + len(DIFF_COLUMNS))
+    assert frame.shape == (16, len(OF_DIFF) + len(DIFF_COLUMNS))
     assert frame["symmetry_change"].null_count() == 1
     assert frame["source_b"].unique().to_list() == ["org/tuned"]
-    assert a_diff([]).to_pandas().shape == (0, 3 + len(DIFF_COLUMNS))
+    assert a_diff([]).to_pandas().shape == (0, len(OF_DIFF) + len(DIFF_COLUMNS))
     import polars
 
     assert polars.read_parquet(diff.save(tmp_path / "d.parquet")).equals(frame)

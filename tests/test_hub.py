@@ -1344,7 +1344,13 @@ def command(hub, *arguments, cwd, **env):
         text=True,
         timeout=60,
         check=False,
-        env={**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(cwd / "home"), **env},
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "0",
+            "HF_ENDPOINT": hub.address,
+            "HF_HOME": str(cwd / "home"),
+            **env,
+        },
     )
 
 

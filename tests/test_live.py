@@ -22,9 +22,7 @@ from qkform.errors import ConfigError, FormError, LayoutError, SourceError
 from qkform.form import reference
 from qkform.layouts.rules import Rule, families
 from qkform.sites.attentions import _above
-from qkform.sites.attentions import _above
 from qkform.sites.naming import origins
-from qkform.wrappers import WRAPPERS
 from qkform.wrappers import WRAPPERS
 from tests import truth
 
@@ -1484,7 +1482,7 @@ def test_sites_are_keys() -> None:
     assert found[0] == found[0]
     assert found.index(found[1]) == 1
     assert again[0] not in found
-    of = {site: i for i, site in enumerate(found)} | {share: -1 for share in found[0].parameters()}
+    of = {site: i for i, site in enumerate(found)} | dict.fromkeys(found[0].parameters(), -1)
     assert [of[site] for site in found] == [0, 1, 2]
     assert found != again
     assert len({found, again}) == 2

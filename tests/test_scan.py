@@ -14,6 +14,7 @@ import qkform as qk
 from qkform.errors import ConfigError, LayoutError, MissingExtra, RecordError
 from qkform.form import reference
 from qkform.records import COLUMNS, ScoreTable
+from qkform.steps import step_of
 from tests.conftest import BERT_CONFIG, bert_tensors
 
 
@@ -283,6 +284,276 @@ def test_signature_is_left_out_with_a_reason(bert, monkeypatch):
     assert all(r["positive_directions"] is not None for r in qk.scan(bert, signature="all").rows)
 
 
+@pytest.mark.parametrize("name", ["heads", "kv_heads", "head_dim"])
+def test_head_counts_may_be_any_whole_number(bert, name):
+    value = {"heads": 3, "kv_heads": 3, "head_dim": 4}[name]
+    table = qk.scan(bert, gamma=np.float32(2), **{name: np.int64(value)})
+    json.loads(table.to_json())
+    assert table.rows == qk.scan(bert).rows
+    for wrong in (True, 3.0, "3"):
+        with pytest.raises(ConfigError, match=f"{name} is"):
+            qk.scan(bert, **{name: wrong})
+
+
+@pytest.mark.parametrize(
+    "offset", [True, 1.0, "1", [1, True], [1, 1], [2**31 + 1], np.array([0.5])], ids=repr
+)
+def test_distances_that_are_none_are_refused(bert, offset):
+    with pytest.raises(ConfigError, match="offset"):
+        qk.scan(bert, offset=offset)
+
+
+# ---- several sources ----------------------------------------------------------------------------------------------
+
+
+def test_sources_that_fail_are_recorded_and_cost_the_others_nothing(bert, write_model, tmp_path):
+    nothing = write_model({"x": np.zeros((2, 2), np.float32)}, name="nothing")
+    table = qk.scan(bert, "sample:no-such", nothing, object(), tmp_path / "gone", bert, on_error="record")
+    assert [m.source for m in table.models] == [str(bert)] * 2
+    assert [e.source for e in table.errors] == [
+        "sample:no-such",
+        str(nothing),
+        "object",
+        str(tmp_path / "gone"),
+    ]
+    assert all(e.source in e.message for e in table.errors)
+    assert "minilm" in table.errors[0].message
+    with pytest.raises(qk.errors.QKFormError):
+        qk.scan(bert, nothing)
+    with pytest.raises(ConfigError, match="on_error"):
+        qk.scan(bert, on_error="ignore")
+
+
+def test_faults_of_ours_are_not_recorded(bert, monkeypatch):
+    monkeypatch.setattr("qkform.scanner.layer_rows", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        qk.scan(bert, on_error="record")
+
+
+def test_memory_that_does_not_suffice_is_recorded_in_words(bert, monkeypatch):
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("qkform.scanner.layer_rows", full)
+    (error,) = qk.scan(bert, on_error="record").errors
+    assert error.message == f"{bert}: out of memory: a tensor this large does not fit; is its shape right?"
+    with pytest.raises(MemoryError):
+        qk.scan(bert)
+
+
+def test_live_models_of_one_class_have_names_of_their_own():
+    torch = pytest.importorskip("torch")
+
+    def model():
+        layer = torch.nn.TransformerEncoderLayer(12, 3, 8)
+        return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    told = []
+    table = qk.scan(model(), model(), model(), progress=lambda source, done, total: told.append(source))
+    names = ["TransformerEncoder", "TransformerEncoder (2)", "TransformerEncoder (3)"]
+    assert [m.source for m in table.models] == list(dict.fromkeys(told)) == names
+    assert len({row["source"] for row in table.rows}) == 3
+    assert qk.scan(model()).models[0].source == names[0]
+
+
+def test_a_name_that_is_neither_a_path_nor_known_to_the_hub_says_so_in_this_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("no-such-model", "no-such/model"):
+        with pytest.raises(qk.errors.SourceError) as caught:
+            qk.scan(name)
+        message = str(caught.value)
+        assert message.startswith(f"there is no file or folder named {name!r}, and as a hub id: ")
+        assert message.count("no file or folder") == 1
+        assert "HF_HUB_OFFLINE" in message
+    with pytest.raises(qk.errors.SourceError) as caught:
+        qk.scan("hf://no-such/model")
+    assert "no file or folder" not in str(caught.value)
+
+
+# ---- revisions and steps ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def revised(write_model, monkeypatch):
+    """A hub whose repositories have the revisions step1, step2 and main, each with weights of its own."""
+    from qkform import scanner
+    from qkform.checkpoints import open_checkpoint
+
+    places = {
+        name: write_model(bert_tensors(np.random.default_rng(i)), name=name)
+        for i, name in enumerate(("main", "step1", "step2"))
+    }
+
+    def open_hub(name, revision, options):
+        if (revision or "main") not in places:
+            raise qk.errors.SourceError(f"{name} has no such revision")
+        checkpoint = open_checkpoint(places[revision or "main"], source=name)
+        checkpoint.revision = (revision or "main").ljust(40, "0")
+        return checkpoint
+
+    monkeypatch.setattr(scanner, "_from_hub", open_hub)
+    return places
+
+
+def test_one_revision_is_a_text_and_several_a_sequence(revised):
+    one, several = qk.scan("org/m", revision="step2"), qk.scan("org/m", revision=["step1", "step2"])
+    assert [(m.revision[:5], m.step) for m in one.models] == [("step2", 2)]
+    assert [(m.revision[:5], m.step) for m in several.models] == [("step1", 1), ("step2", 2)]
+    assert several.models[1].rows == one.models[0].rows == qk.scan(revised["step2"]).models[0].rows
+    (layer, _) = qk.layers("org/m", revision="step2")
+    assert layer.form.symmetry()[0] == one.heads[0]["symmetry"]
+    with pytest.raises(ConfigError, match="one revision"):
+        qk.layers("org/m", revision=["step1", "step2"])
+    with pytest.raises(qk.errors.SourceError):  # no branch has a comma in its name here
+        qk.scan("org/m", revision="step1,step2")
+    table = qk.scan("org/m", revision=["step1", "gone", "main"], on_error="record")
+    assert [m.step for m in table.models] == [1, None]
+    assert [(e.source, e.message) for e in table.errors] == [
+        ("org/m", "revision gone: org/m has no such revision")
+    ]
+    for wrong in (["a", "a"], [""], [3], 3):
+        with pytest.raises(ConfigError, match="revision"):
+            qk.scan("org/m", revision=wrong)
+
+
+def test_both_sides_of_a_diff_may_be_revisions_of_one_repository(revised):
+    table = qk.diff("org/m", "org/m", revision_a="step1", revision_b="step2")
+    assert (table.source_a, table.source_b) == ("org/m@step1", "org/m@step2")
+    assert (table.revision_a[:5], table.revision_b[:5]) == ("step1", "step2")
+    assert table.rows == qk.diff(revised["step1"], revised["step2"]).rows
+    assert table.rows != qk.diff("org/m", "org/m", revision_a="step1").rows
+
+
+def test_flat_rows_tell_revisions_and_distances_apart(revised, write_model):
+    from qkform.records import merged
+
+    config = {"model_type": "llama", "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 1}
+    names = [f"model.layers.0.self_attn.{side}_proj.weight" for side in "qk"]
+    rng = np.random.default_rng(7)
+    llama = write_model({n: rng.normal(size=(12, 12)).astype(np.float32) for n in names}, config)
+    table = merged([qk.scan("org/m", revision=["step1", "main"]), qk.scan(llama, offset=[0, 4])])
+    want = (
+        [("step1", 1, None)] * 8 + [("main0", None, None)] * 8 + [(None, None, 0)] * 4 + [(None, None, 4)] * 4
+    )
+    told = [(r["revision"] and r["revision"][:5], r["step"], r["offset"]) for r in table.rows]
+    assert told == want
+    frame = table.to_polars()
+    assert list(zip(frame["step"], frame["offset"], strict=True)) == [w[1:] for w in want]
+    assert frame["revision"].n_unique() == 3
+    pandas = table.to_pandas()
+    assert (pandas["offset"].dtype, pandas["step"].dtype, pandas["revision"].dtype) == (
+        "Int64",
+        "Int64",
+        "string",
+    )
+    lines = [line.split(",") for line in table.to_csv().splitlines()]
+    assert lines[0][:5] == ["source", "model_type", "revision", "step", "offset"]
+    assert [line[4] for line in lines[1:]] == [""] * 16 + ["0"] * 4 + ["4"] * 4
+    assert " at distance 4" in table._repr_html_()
+
+
+STEPS = {
+    "checkpoint-500": 500,
+    "runs/checkpoint-500/": 500,
+    "runs/checkpoint-500/model.safetensors": 500,
+    "runs/checkpoint-500/weights/model.safetensors": 500,
+    "runs/step-7/checkpoint-500": 500,
+    "./checkpoint-500/./model.safetensors": 500,
+    "runs\\checkpoint-500\\model.safetensors": 500,
+    "step1000": 1000,
+    "step_1000": 1000,
+    "step=1000": 1000,
+    "ckpt-1000": 1000,
+    "ckpt/global_step2000": 2000,
+    "globalstep2000": 2000,
+    "iter-20": 20,
+    "iter_0001000/mp_rank_00/model.pt": 1000,
+    "iteration-3": 3,
+    "step0": 0,
+    "step1000-tokens4B": 1000,
+    "stage1-step1000-tokens5B": 1000,
+    "logs/epoch=1-step=500.ckpt": 500,
+    "epoch=1-step=500-v1.ckpt": 500,
+    "org--name/my-step_9": 9,
+    # no step
+    "step-1b": None,
+    "step-12b": None,
+    "step10k": None,
+    "llama-step-by-step-7b": None,
+    "step-by-step-7": 7,  # the word and its number, at the end of a path that somebody wrote
+    "stepfun-ai/Step-3": None,
+    "step-3.5-flash": None,
+    "step-3.5": None,
+    "footstep3-base": None,
+    "multiter5": None,
+    "checkpoint-00001-of-00002.safetensors": None,
+    "checkpoint-500/a/b/model.safetensors": None,  # too far up to speak of this file
+    "models--org--step-3/snapshots/abc": None,
+    "checkpoint-last": None,
+    "step" + "9" * 16: None,
+    "sample:minilm": None,
+    "epoch-3": None,
+    "": None,
+}
+
+
+@pytest.mark.parametrize(("source", "step"), STEPS.items(), ids=lambda x: str(x)[:50])
+def test_steps_are_read_where_a_path_tells_one(source, step):
+    assert step_of(source) == step
+    if "/" not in source and "\\" not in source:
+        assert step_of("org/m", source, hub=True) == step
+
+
+@pytest.mark.parametrize(
+    ("source", "step"),
+    [
+        ("org/step-3", None),
+        ("step-3", None),
+        ("step-3/checkpoint-500", None),
+        ("hf://step-1/step-3", None),
+        ("hf://models/step-1/step-3", None),
+        ("https://huggingface.co/step-1/step-3", None),
+        ("https://huggingface.co/step-1/step-3/tree/main", None),
+        ("hf://org/step-3@main", None),
+        ("hf://org/step-3@step70", 70),
+        ("hf://step-3@step70", 70),
+        ("hf://org/m@stage1-step1000-tokens5B/onnx/model.onnx", 1000),
+        ("hf://org/step-3/checkpoint-500/model.safetensors", 500),
+        ("https://huggingface.co/org/m/tree/step70", 70),
+    ],
+)
+def test_the_name_of_a_repository_tells_no_step(source, step):
+    assert step_of(source, hub=True) == step
+    assert step_of(source, "step9", hub=True) == 9
+
+
+def test_a_step_is_of_the_adapter_not_of_its_base(adapted_run):
+    base, delta, merged = qk.scan(adapted_run).models
+    assert (base.step, delta.step, merged.step) == (None, 500, 500)
+
+
+@pytest.fixture
+def adapted_run(write_model, tmp_path):
+    rng = np.random.default_rng(0)
+    base = write_model(bert_tensors(rng), name="base")
+    folder = tmp_path / "runs" / "checkpoint-500"
+    folder.mkdir(parents=True)
+    module = "base_model.model.encoder.layer.0.attention.self.query"
+    save_file(
+        {
+            f"{module}.lora_{side}.weight": rng.normal(size=shape)
+            for side, shape in (("A", (2, 12)), ("B", (12, 2)))
+        },
+        folder / "adapter_model.safetensors",
+    )
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["query"]}
+    (folder / "adapter_config.json").write_text(
+        json.dumps({**settings, "base_model_name_or_path": str(base)})
+    )
+    return folder
+
+
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
@@ -304,7 +575,7 @@ def test_json_is_strict_and_comes_back(table, tmp_path):
 def test_csv_has_one_line_per_row_and_empty_nulls(table, tmp_path):
     lines = table.save(tmp_path / "t.csv").read_text().splitlines()
     assert len(lines) == len(table.rows) + 1
-    assert lines[0].split(",") == ["source", "model_type", "step", *COLUMNS]
+    assert lines[0].split(",") == ["source", "model_type", "revision", "step", "offset", *COLUMNS]
     assert "nan" not in "".join(lines).lower().replace("holds nan", "")
 
 
@@ -323,8 +594,22 @@ def test_frames_keep_types_and_nulls(table, tmp_path):
 
 
 def test_an_empty_table_makes_frames_with_all_columns():
-    assert ScoreTable().to_polars().columns == ["source", "model_type", "step", *COLUMNS]
-    assert list(ScoreTable().to_pandas().columns) == ["source", "model_type", "step", *COLUMNS]
+    assert ScoreTable().to_polars().columns == [
+        "source",
+        "model_type",
+        "revision",
+        "step",
+        "offset",
+        *COLUMNS,
+    ]
+    assert list(ScoreTable().to_pandas().columns) == [
+        "source",
+        "model_type",
+        "revision",
+        "step",
+        "offset",
+        *COLUMNS,
+    ]
 
 
 def test_saving_is_whole_or_not_at_all(table, tmp_path, monkeypatch):

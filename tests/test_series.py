@@ -83,6 +83,24 @@ def test_only_the_number_that_is_the_step_is_left_out_of_a_source() -> None:
     assert described(table)[0][0] == "runs-1/lr2/checkpoint-*/part-3"
 
 
+def test_number_elsewhere_in_a_source_is_not_taken_for_the_step() -> None:
+    files = run(500, 600, name="runs/checkpoint-{0}/weights-{0}.safetensors")
+    assert [kind for _, kind, _ in described(ScoreTable(files))] == [
+        None,
+        None,
+    ]  # two names that differ twice
+    repositories = [
+        ModelScores(**{**vars(m), "source": f"org/step-{m.step}", "revision": "f" * 40}) for m in run(3, 4)
+    ]
+    assert [kind for _, kind, _ in described(ScoreTable(repositories))] == [None, None]
+    sizes = [pages.a_model(pages.scored_rows(i), f"llama-step-by-step-{i}b", step=i) for i in (7, 13)]
+    assert [kind for _, kind, _ in described(ScoreTable(sizes))] == [None, None]
+    addresses = run(3, 4, name="hf://org/step-3@step{}", revision="f" * 40)
+    assert described(ScoreTable(addresses)) == [("hf://org/step-3@step*", "step", [3, 4])]
+    adapters = run(3, 4, name="runs/checkpoint-{} (merged)")
+    assert described(ScoreTable(adapters)) == [("runs/checkpoint-* (merged)", "step", [3, 4])]
+
+
 def test_distances_of_one_model_become_one_entry_with_the_unrotated_form_at_zero() -> None:
     models = [pages.a_model(pages.scored_rows(1), offset=offset) for offset in (8, None, -2)]
     (entry,) = entries(ScoreTable(models))

@@ -16,6 +16,7 @@ ROOT = Path(qkform.__file__).parent
 ARROWS = {
     "errors": set(),
     "wrappers": set(),
+    "steps": set(),
     "cache": {"errors"},
     "records": {"errors"},
     "differences": {"records", "errors"},
@@ -35,9 +36,11 @@ ARROWS = {
         "samples",
         "scoring",
         "sites",
+        "steps",
     },
     "sites": {"layouts", "form", "errors", "wrappers"},
-    "report": {"records", "differences", "errors", "cache"},
+    "report": {"records", "differences", "errors", "cache", "steps"},
+    "targets": {"records", "differences", "errors", "report", "checkpoints"},
     "differ": {"differences", "errors", "form", "layouts", "options", "records", "scanner", "scoring"},
     "cli": {
         "errors",
@@ -48,8 +51,7 @@ ARROWS = {
         "differ",
         "report",
         "samples",
-        "cache",
-        "checkpoints",
+        "targets",
     },
     "__main__": {"cli"},
     "__init__": {

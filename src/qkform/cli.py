@@ -10,22 +10,22 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
 import qkform
+from qkform import targets
 from qkform.errors import ConfigError, QKFormError, RecordError
 
 if TYPE_CHECKING:
     from qkform.differences import DiffTable
     from qkform.options import Options
-    from qkform.records import ScoreTable
+    from qkform.records import Row, ScoreTable
     from qkform.scanner import Progress
 
 LONGEST = 2500  # characters of one message: names in a hostile file can be millions long
@@ -127,23 +127,23 @@ def scan(
     if not sources:
         return _fail("name at least one source, for example: qkform scan sample:minilm")
     options = Options(
-        heads,
-        kv_heads,
-        head_dim,
-        q,
-        k,
-        transposed,
-        gamma,
-        signature,
-        revision,
-        token,
-        download,
-        fold_norm,
-        bias,
-        qk_norm,
-        _distances(offset),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        q=q,
+        k=k,
+        transposed=transposed,
+        gamma=gamma,
+        signature=signature,
+        revision=[one.strip() for one in (revision or "").split(",") if one.strip()],
+        token=token,
+        download=download,
+        fold_norm=fold_norm,
+        bias=bias,
+        qk_norm=qk_norm,
+        offset=_distances(offset),
     )
-    _check_targets(sources, out, html, plots)
+    targets.check(sources, out, html, plots)
     table, faults = _scan_all(sources, options, quiet=quiet)
     if table.models:  # files first: a reader that closes our stdout does not cost them
         _write(table, out, html, plots, quiet)
@@ -176,6 +176,8 @@ def diff(
     bias: Annotated[bool, Parameter(group=_form, negative="")] = False,
     qk_norm: Annotated[bool, Parameter(group=_form, negative="")] = False,
     offset: Annotated[int | None, Parameter(group=_form, allow_leading_hyphen=True)] = None,
+    revision_a: Annotated[str | None, Parameter(group=_hub)] = None,
+    revision_b: Annotated[str | None, Parameter(group=_hub)] = None,
     token: Annotated[str | None, Parameter(group=_hub)] = None,
     download: Annotated[bool, Parameter(group=_hub, negative="")] = False,
 ) -> int:
@@ -222,6 +224,10 @@ def diff(
         Multiply the gains of the norms on queries and keys into W_Q and W_K.
     offset
         Rotary models: compare W_Q R(N) W_K^T, of a query N positions after its key.
+    revision_a
+        Branch, tag or commit of A.
+    revision_b
+        Branch, tag or commit of B.
     token
         Access token for private and gated models; better: `hf auth login`, or HF_TOKEN in the environment.
     download
@@ -229,7 +235,9 @@ def diff(
     """
     from qkform.differ import diff as compared
 
-    _check_targets((a, b), out, html, plots)
+    targets.check((a, b), out, html, plots)
+    for source in (a, b):
+        _fetch_sample(source, quiet)
     with _progress(quiet) as progress:
         table = compared(
             a,
@@ -242,6 +250,8 @@ def diff(
             k=k,
             transposed=transposed,
             gamma=gamma,
+            revision_a=revision_a,
+            revision_b=revision_b,
             token=token,
             download=download,
             fold_norm=fold_norm,
@@ -250,6 +260,7 @@ def diff(
             offset=offset,
         )
     _write(table, out, html, plots, quiet)
+    _warn_diff(table)
     _print_table(table, format)
     return 0
 
@@ -273,13 +284,13 @@ def demo(
     """
     from qkform.options import Options
 
-    _check_targets((), (), html, None)
+    targets.check((), (), html, None)
     table, faults = _scan_all(["sample:minilm", "sample:smollm2"], Options(), quiet=quiet)
     if table.errors:
         for error in table.errors:
             _say(f"error: {error.message}")
         return 1 if faults else 2
-    _write_page(table, html, quiet=True)
+    _write(table, (), html, None, quiet=True)
     _print_table(table, "human")
     _out(f"{html.resolve()}\n")
     return 0
@@ -319,34 +330,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say("interrupted")
         return 130
     except MemoryError:
-        return _fail("out of memory: a tensor this large does not fit; is its shape right?")
+        from qkform.scanner import OUT_OF_MEMORY
+
+        return _fail(OUT_OF_MEMORY)
 
 
 def _scan_all(sources: Sequence[str], options: Options, *, quiet: bool) -> tuple[ScoreTable, int]:
     """Every source that can be scanned, a message for each that cannot, and how many of these are faults of ours."""
-    from qkform import samples as store
     from qkform.records import ScoreTable, SourceFault, merged
+    from qkform.scanner import fault
     from qkform.scanner import scan as scan_one
 
     tables, faults = [], 0
     with _progress(quiet) as progress:
-        revisions: list[str | None] = [r for r in (options.revision or "").split(",") if r]
-        for source, revision in product(sources, revisions or [None]):
+        for source in sources:
             try:
-                if source.startswith("sample:"):
-                    store.fetch(source.removeprefix("sample:"), on_progress=None if quiet else _say)
-                tables.append(scan_one(source, progress=progress, **asdict(options) | {"revision": revision}))
-                continue
-            except QKFormError as error:
-                message = str(error)
+                _fetch_sample(source, quiet)
+                tables.append(scan_one(source, progress=progress, on_error="record", **asdict(options)))
+            except QKFormError as error:  # of the sample
+                tables.append(ScoreTable([], [fault(source, error)]))
             except Exception as error:
                 faults += 1
                 _say_lines(traceback.format_exc())
-                message = f"internal error, please report it with the traceback above: {error!r}"
-            if source[:200] not in message:
-                message = f"{source[:200]}: {message}"
-            tables.append(ScoreTable([], [SourceFault(source, _plain(message))]))
-    return merged(tables), faults
+                message = (
+                    f"{source[:200]}: internal error, please report it with the traceback above: {error!r}"
+                )
+                tables.append(ScoreTable([], [SourceFault(source, message)]))
+    table = merged(tables)
+    errors = [SourceFault(error.source, _plain(error.message)) for error in table.errors]
+    return ScoreTable(table.models, errors), faults
+
+
+def _fetch_sample(source: str, quiet: bool) -> None:
+    """Put a sample into the cache, with a message while it is fetched."""
+    if source.startswith("sample:"):
+        from qkform import samples as store
+
+        store.fetch(source.removeprefix("sample:"), on_progress=None if quiet else _say)
 
 
 def _distances(text: str | None) -> tuple[int, ...] | None:
@@ -437,91 +457,41 @@ def _nowhere(name: str) -> None:
     setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
-def _check_targets(
-    sources: Sequence[str], out: Sequence[Path], html: Path | None, plots: Path | None
-) -> None:
-    """A target that cannot be written, or that would destroy something, is refused before the scan, not after it."""
-    for path in out:
-        if path.suffix.lower() not in (".json", ".csv", ".parquet"):
-            raise RecordError(f"--out {path}: the name must end in .json, .csv or .parquet")
-        if path.suffix.lower() == ".parquet":
-            from qkform.records import extra
-
-            extra("polars")
-    if plots is not None and plots.exists() and not plots.is_dir():
-        raise RecordError(f"--plots {plots}: it is a file; name a folder, which is made if it is not there")
-    targets = [*out, *([] if html is None else [html])]
-    read = [
-        Path(source).expanduser() for source in sources if source and not source.startswith(("sample:", "~"))
-    ]
-    for i, path in enumerate(targets):
-        if path.is_dir():
-            raise RecordError(f"cannot write {path}: it is a folder")
-        folder = path.absolute().parent
-        if not folder.is_dir():
-            raise RecordError(f"cannot write {path}: there is no folder {folder}")
-        if any(_same(path, other) for other in targets[:i]):
-            raise RecordError(f"{path} is named twice as a place to write to")
-        for source in read:
-            inside = _same(folder, source) or _same(folder, source.parent)
-            if _same(path, source) or (inside and _is_model_file(path)):
-                raise RecordError(
-                    f"writing {path} would overwrite a file of the model {source}; choose another name"
-                )
-
-
-def _same(a: Path, b: Path) -> bool:
-    try:
-        return a.resolve() == b.resolve()
-    except (OSError, ValueError):
-        return False
-
-
-def _is_model_file(path: Path) -> bool:
-    """Whether a file beside the weights is one that the model needs."""
-    from qkform.checkpoints.opening import READ
-
-    return path.exists() and (path.suffix.lower() in READ or path.name.endswith("config.json"))
-
-
 def _write(
     table: ScoreTable | DiffTable, out: Sequence[Path], html: Path | None, plots: Path | None, quiet: bool
 ) -> None:
-    """Every file that was asked for."""
-    for path in out:
-        table.save(path)
-        _note(f"saved {path}", quiet)
-    if html is not None:
-        _write_page(table, html, quiet)
-    if plots is not None:
-        from qkform.report import save_plots
-
-        written = save_plots(table, plots)
-        _note(f"wrote {len(written)} files into {plots}", quiet)
-
-
-def _write_page(table: ScoreTable | DiffTable, path: Path, quiet: bool) -> None:
-    from qkform.report import write_page
-
-    write_page(table, path)
-    _note(f"wrote {path}", quiet)
+    for note in targets.write(table, out, html, plots):
+        if not quiet:
+            _say(note)
 
 
 def _warn(table: ScoreTable) -> None:
     """One line per model and cause for heads without scores that should have some."""
     for model in table.models:
-        broken: dict[str, list[str]] = {}
-        for row in model.heads:
-            if row["effective_rank"] is None or row["bias_share"] is None:
-                broken.setdefault(row["reason"], []).append(f"{row['module']} head {row['head']}")
-        for reason, where in broken.items():
-            more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-            _say(f"warning: {model.source}: no scores for {where[0]}{more}: {reason}")
+        _warn_rows(
+            model.source, (r for r in model.heads if r["effective_rank"] is None or r["bias_share"] is None)
+        )
 
 
-def _note(text: str, quiet: bool) -> None:
-    if not quiet:
-        _say(text)
+def _warn_diff(table: DiffTable) -> None:
+    """The same for the heads of a difference, and a line for the layers that stand on one side alone."""
+    name = f"{table.source_a} -> {table.source_b}"
+    _warn_rows(name, (row for row in table.heads if row["cosine"] is None))
+    for alone, side in ((table.only_in_a, "first"), (table.only_in_b, "second")):
+        modules = list(dict.fromkeys(alone))  # a layer whose score has several parts is listed for each
+        if modules:
+            layers = "1 layer is" if len(modules) == 1 else f"{len(modules)} layers are"
+            more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+            _say(f"warning: {name}: {layers} in the {side} alone and not compared: {modules[0]}{more}")
+
+
+def _warn_rows(name: str, rows: Iterable[Row]) -> None:
+    broken: dict[str, list[str]] = {}
+    for row in rows:
+        broken.setdefault(row["reason"], []).append(f"{row['module']} head {row['head']}")
+    for reason, where in broken.items():
+        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        _say(f"warning: {name}: no scores for {where[0]}{more}: {reason}")
 
 
 def _say(text: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,25 +24,67 @@ from qkform.scoring import at_once, conventions
 Pair = tuple[AttentionLayer, AttentionLayer]
 
 
-def diff(a: Source, b: Source, *, progress: Progress | None = None, **options: Any) -> DiffTable:
+def diff(
+    a: Source,
+    b: Source,
+    *,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    q: str | None = None,
+    k: str | None = None,
+    transposed: bool = False,
+    gamma: float = 2.0,
+    revision_a: str | None = None,
+    revision_b: str | None = None,
+    token: str | None = None,
+    download: bool = False,
+    fold_norm: bool = False,
+    bias: bool = False,
+    qk_norm: bool = False,
+    offset: int | Sequence[int] | None = None,
+    progress: Progress | None = None,
+) -> DiffTable:
     """How the query-key form of every layer and head changed from `a` to `b`, two checkpoints of one architecture.
 
-    Sources and keywords are those of `qkform.scan` (`qkform.options.Options`), one distance at most. Layers are matched
-    by the path of their module; where the two name their modules differently (with and without a head; a GGUF file and
-    the model it was made from), by the end of the path, or in order if all shapes agree. A row has both symmetries and
-    directionalities, the size of the change, the angle between the forms, and where the change of symmetry would lie
-    (+-2 std) had noise on W_Q and W_K turned the form by the same angle (docs/math.md#differences). Raises what `scan`
-    raises, and LayoutError where no layer of one is a layer of the other.
+    Sources and keywords are those of `qkform.scan` (`qkform.options.Options`), with a revision for each side and one
+    distance at most; an adapter is its base with the adapter in it. Layers are matched by the path of their module;
+    where the two name their modules differently (with and without a head; a GGUF file and the model it was made from),
+    by the end of the path, or in order if all shapes agree. A row has both symmetries and directionalities, the size
+    of the change, the angle between the forms, and where the change of symmetry would lie (+-2 std) had noise on W_Q
+    and W_K turned the form by the same angle (docs/math.md#differences). Raises what `scan` raises, and LayoutError
+    where no layer of one is a layer of the other.
 
     >>> diff("./pretrained", "./finetuned").layers[0]["symmetry_change"]       # doctest: +SKIP
     0.012
     """
     begin = time.perf_counter()
-    asked = _asked(options)
-    (first, layout_a), (second, layout_b) = opened(a, asked), opened(b, asked)
+    asked = Options(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        q=q,
+        k=k,
+        transposed=transposed,
+        gamma=gamma,
+        token=token,
+        download=download,
+        fold_norm=fold_norm,
+        bias=bias,
+        qk_norm=qk_norm,
+        offset=offset,
+    )
+    if len(asked.offsets) > 1:
+        raise ConfigError("diff compares at one distance; call it once for each offset")
+    sides = [
+        opened(a, _at_revision(asked, "revision_a", revision_a)),
+        opened(b, _at_revision(asked, "revision_b", revision_b)),
+    ]
+    (first, layout_a, _), (second, layout_b, _) = sides
+    source_a, source_b = _named(first.source, revision_a), _named(second.source, revision_b)
     for layout in (layout_a, layout_b):
         check(layout.layers, asked.changes)
-    name = f"{first.source} -> {second.source}"
+    name = f"{source_a} -> {source_b}"
     pairs, matched_by = _matched(layout_a, layout_b, name)
     only_a, only_b = (
         [layer.module for layer in layout.layers if all(layer is not pair[side] for pair in pairs)]
@@ -57,7 +99,8 @@ def diff(a: Source, b: Source, *, progress: Progress | None = None, **options: A
             ]
         )
     model_type = layout_b.model_type or layout_a.model_type
-    del layout_a, layout_b  # a layer's weights go when its rows are made
+    commits = [side.revision for side in sides]
+    del layout_a, layout_b, sides  # a layer's weights go when its rows are made
     rows: list[Row] = []
     total = len(pairs)
     for done in range(total):
@@ -67,8 +110,8 @@ def diff(a: Source, b: Source, *, progress: Progress | None = None, **options: A
     if progress is not None:
         progress(name, total, total)
     return DiffTable(
-        source_a=first.source,
-        source_b=second.source,
+        source_a=source_a,
+        source_b=source_b,
         model_type=model_type,
         conventions=_conventions(asked, matched_by),
         rows=rows,
@@ -76,19 +119,22 @@ def diff(a: Source, b: Source, *, progress: Progress | None = None, **options: A
         only_in_b=only_b,
         wall_seconds=time.perf_counter() - begin,
         bytes_read=first.bytes_read + second.bytes_read,
+        revision_a=commits[0],
+        revision_b=commits[1],
+        offset=asked.distance,
     )
 
 
-def _asked(options: Mapping[str, Any]) -> Options:
-    """Keywords as options; ConfigError for one that does not exist, or that asks for several distances."""
-    known = [field.name for field in fields(Options)]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ConfigError(f"diff has no option {unknown[0]!r}; it has {', '.join(known)}")
-    asked = Options(**options)
-    if len(asked.offsets) > 1:
-        raise ConfigError("diff compares at one distance; call it once for each offset")
-    return asked
+def _at_revision(options: Options, keyword: str, revision: str | None) -> Options:
+    """The options of one side."""
+    if not isinstance(revision, str | None):
+        raise ConfigError(f"{keyword} is {revision!r:.60}; it must be a branch, a tag or a commit")
+    return replace(options, revision=revision)
+
+
+def _named(source: str, revision: str | None) -> str:
+    """The source with the revision that was asked for: both sides may be one repository."""
+    return f"{source}@{revision}" if revision else source
 
 
 def _matched(a: Layout, b: Layout, name: str) -> tuple[list[Pair], str]:
@@ -239,7 +285,7 @@ _SCORES = (
 
 def _conventions(options: Options, matched_by: str) -> dict[str, Any]:
     """What was assumed, for the record."""
-    return conventions(options) | {
+    return conventions(options, of_change=True) | {
         "change": "b - a; relative_change is ||W_b - W_a|| / ||W_a||, cosine is <W_a, W_b> / (||W_a|| ||W_b||)",
         "null": "symmetry_change had noise on W_Q and W_K turned W_a by the same angle: mean -+ 2 standard deviations",
         "matched_by": matched_by,

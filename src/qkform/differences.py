@@ -38,6 +38,16 @@ DIFF_COLUMNS: dict[str, type] = {
     "flags": list,  # words
     "reason": str,  # why a value in this row is null; null where none is
 }
+# What tells one difference from another: columns of the flat rows, in front of the others.
+_OF_DIFF: dict[str, type] = {
+    "source_a": str,
+    "revision_a": str,
+    "source_b": str,
+    "revision_b": str,
+    "model_type": str,
+    "offset": int,
+}
+_LATER = ("revision_a", "revision_b", "offset")  # fields that records of earlier versions do not have
 _NOTEBOOK = (
     "component",
     "layer",
@@ -71,6 +81,9 @@ class DiffTable(Table):
     only_in_b: Sequence[str] = ()
     wall_seconds: float = 0.0
     bytes_read: int = 0
+    revision_a: str | None = None  # the commit that a hub id was read at
+    revision_b: str | None = None
+    offset: int | None = None  # relative distance i - j that both rotary forms were taken at
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -85,7 +98,10 @@ class DiffTable(Table):
             "schema": SCHEMA,
             "source_a": self.source_a,
             "source_b": self.source_b,
+            "revision_a": self.revision_a,
+            "revision_b": self.revision_b,
             "model_type": self.model_type,
+            "offset": self.offset,
             "conventions": dict(self.conventions),
             "only_in_a": list(self.only_in_a),
             "only_in_b": list(self.only_in_b),
@@ -96,15 +112,16 @@ class DiffTable(Table):
 
     @classmethod
     def columns(cls) -> dict[str, type]:
-        """source_a, source_b and model_type, so that differences can be told apart, then `DIFF_COLUMNS`."""
-        return {"source_a": str, "source_b": str, "model_type": str, **DIFF_COLUMNS}
+        """Both sources with their revisions, model_type and offset, then `DIFF_COLUMNS`."""
+        return {**_OF_DIFF, **DIFF_COLUMNS}
 
     def _flat(self) -> list[Row]:
-        names = {"source_a": self.source_a, "source_b": self.source_b, "model_type": self.model_type}
+        names = {name: getattr(self, name) for name in _OF_DIFF}
         return [{**names, **{n: row.get(n) for n in DIFF_COLUMNS}} for row in self.rows]
 
     @classmethod
     def _from_document(cls, document: Mapping[str, Any]) -> DiffTable:
+        document = {**dict.fromkeys(_LATER), **document}
         found = {one.name: document[one.name] for one in fields(cls)}
         checked_rows(found["rows"], DIFF_COLUMNS)
         return cls(**found)

@@ -49,6 +49,8 @@ COLUMNS: dict[str, type] = {
     "flags": list,  # words, listed in docs/getting-started.md: "no_outliers", "qk_norm", "by_names", ...
     "reason": str,  # why a score in this row is null; null where none is
 }
+# What tells the models of a table apart: columns of its flat rows, in front of the others.
+_OF_MODEL: dict[str, type] = {"source": str, "model_type": str, "revision": str, "step": int, "offset": int}
 _LATER = ("part",)  # columns that records of earlier versions do not have
 
 
@@ -247,14 +249,9 @@ class ScoreTable(Table):
 
     @property
     def rows(self) -> list[Row]:
-        """Every row, as a dict of plain values: source, model_type and step, then the columns of `COLUMNS`."""
+        """Every row, as a dict of plain values: what tells its model from others, then the columns of `COLUMNS`."""
         return [
-            {
-                "source": model.source,
-                "model_type": model.model_type,
-                "step": model.step,
-                **{n: row.get(n) for n in COLUMNS},
-            }
+            {**{n: getattr(model, n) for n in _OF_MODEL}, **{n: row.get(n) for n in COLUMNS}}
             for model in self.models
             for row in model.rows
         ]
@@ -263,7 +260,7 @@ class ScoreTable(Table):
         return sum(len(model.rows) for model in self.models)
 
     def __repr__(self) -> str:
-        models = ", ".join(f"{m.source} ({len(m.layers)} layers, {len(m.heads)} heads)" for m in self.models)
+        models = ", ".join(f"{_told(m)} ({len(m.layers)} layers, {len(m.heads)} heads)" for m in self.models)
         failed = f"; {len(self.errors)} sources failed" if self.errors else ""
         return f"ScoreTable({models or 'empty'}{failed})"
 
@@ -277,8 +274,8 @@ class ScoreTable(Table):
 
     @classmethod
     def columns(cls) -> dict[str, type]:
-        """source, model_type and step, so that models can be told apart, then `COLUMNS`."""
-        return {"source": str, "model_type": str, "step": int, **COLUMNS}
+        """source, model_type, revision, step and offset, so that models can be told apart, then `COLUMNS`."""
+        return {**_OF_MODEL, **COLUMNS}
 
     @classmethod
     def _from_document(cls, document: Mapping[str, Any]) -> ScoreTable:
@@ -290,11 +287,17 @@ class ScoreTable(Table):
         """A small table of layers per model, for notebooks."""
         blocks = []
         for model in self.models:
-            title = f"{model.source}: {len(model.layers)} layers, {len(model.heads)} heads"
+            title = f"{_told(model)}: {len(model.layers)} layers, {len(model.heads)} heads"
             blocks.append(notebook_table(title, model.layers, _NOTEBOOK))
         for error in self.errors:
             blocks.append(f"<p>{html.escape(error.source)}: {html.escape(error.message)}</p>")
         return "".join(blocks) or "<p>empty ScoreTable</p>"
+
+
+def _told(model: ModelScores) -> str:
+    """The source, with the revision and the distance where there are any."""
+    at = f" at {model.revision[:12]}" if isinstance(model.revision, str) else ""
+    return f"{model.source}{at}" + ("" if model.offset is None else f" at distance {model.offset}")
 
 
 def notebook_table(title: str, rows: Sequence[Row], columns: Iterable[str]) -> str:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from qkform.checkpoints import Checkpoint, open_checkpoint
 from qkform.checkpoints.adapter import AdapterFolder, Merged, is_adapter, open_adapter
 from qkform.checkpoints.base import Need
-from qkform.checkpoints.hub_names import hub_name
-from qkform.errors import ConfigError, SourceError
+from qkform.checkpoints.hub_names import HubName, hub_name
+from qkform.errors import ConfigError, QKFormError, SourceError
 from qkform.form.change import change_form
 from qkform.layouts import AttentionLayer, Layout, Manual, Overrides, find_layers
 from qkform.layouts.transform import Changed, changed, check, extra_needs
 from qkform.options import Options
-from qkform.records import ModelScores, Row, ScoreTable
+from qkform.records import ModelScores, Row, ScoreTable, SourceFault
 from qkform.scoring import conventions, layer_rows
+from qkform.steps import step_of
 
 if TYPE_CHECKING:
     from qkform.sites import LiveModel
@@ -29,7 +29,16 @@ if TYPE_CHECKING:
 Source = Any  # str or os.PathLike: a file, a folder, a hub id, sample:NAME; anything else: a live model
 Progress = Callable[[str, int, int], None]  # (source, layers done, layers in all)
 
-_STEP = re.compile(r"(?:checkpoint|global_?step|step|iter(?:ation)?)[-_=]?(\d+)", re.IGNORECASE)
+OUT_OF_MEMORY = "out of memory: a tensor this large does not fit; is its shape right?"
+
+
+@runtime_checkable
+class InMemory(Protocol):
+    """A model that finds its own layers; checkpoints of files are searched by `find_layers`."""
+
+    source: str
+
+    def find(self, overrides: Overrides, manual: Manual) -> Layout: ...
 
 
 def layers(
@@ -47,17 +56,29 @@ def layers(
 ) -> Iterator[AttentionLayer]:
     """The attention layers of a checkpoint or a model, in order; `layer.form` is read when it is first asked for.
 
-    `source` is a file, a folder that holds a model, a hub id, sample:NAME, or a live torch module; the keywords are
-    explained in `Options`. Let each layer go before the next to keep one layer in memory. Layers with
+    `source` is a file, a folder that holds a model or an adapter, a hub id, sample:NAME, or a live torch module; the
+    keywords are explained in `Options`. An adapter gives the layers of the merged model, its base with the adapter in
+    it; `scan` scores base, delta and merged. Let each layer go before the next to keep one layer in memory. Layers with
     `attention == "cross"` have no symmetry to speak of: their two sides read different sequences.
 
     >>> for layer in layers("./my-model"):             # doctest: +SKIP
     ...     print(layer.module, layer.form.symmetry(), layer.form.total().symmetry())
     """
     options = Options(
-        heads, kv_heads, head_dim, q, k, transposed, revision=revision, token=token, download=download
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        q=q,
+        k=k,
+        transposed=transposed,
+        revision=revision,
+        token=token,
+        download=download,
     )
-    return _planned(*opened(source, options))
+    if len(options.revisions) > 1:
+        raise ConfigError("layers reads one revision; call it once for each")
+    found = opened(source, options)
+    return _planned(found.checkpoint, found.layout)
 
 
 def _planned(checkpoint: Checkpoint | LiveModel, layout: Layout) -> Iterator[AttentionLayer]:
@@ -89,7 +110,7 @@ def scan(
     transposed: bool = False,
     gamma: float = 2.0,
     signature: Literal["auto", "all", "none"] = "auto",
-    revision: str | None = None,
+    revision: str | Sequence[str] | None = None,
     token: str | None = None,
     download: bool = False,
     fold_norm: bool = False,
@@ -97,45 +118,74 @@ def scan(
     qk_norm: bool = False,
     offset: int | Sequence[int] | None = None,
     progress: Progress | None = None,
+    on_error: Literal["raise", "record"] = "raise",
 ) -> ScoreTable:
     """The scores of every layer and head of one or more checkpoints or models.
 
-    A source is a file, a folder that holds a model, a hub id, sample:NAME, or a live torch module; the keywords are
-    explained in `Options`; `progress` is called with (source, layers done, layers in all). Reads only Q and K, one
-    layer at a time. Raises SourceError, ConfigError or LayoutError for a source that cannot be scanned; a head that
-    has no scores (zero or NaN weights) is a row of nulls with the reason.
+    A source is a file, a folder that holds a model or an adapter (scored as base, delta and merged), a hub id,
+    sample:NAME, or a live torch module; the keywords are explained in `Options`; `progress` is called with (source,
+    layers done, layers in all). Reads only Q and K, one layer at a time. Raises SourceError, ConfigError or LayoutError
+    for a source that cannot be scanned; with `on_error="record"` the others are scanned all the same, and `errors` of
+    the table says why. A head that has no scores (zero or NaN weights) is a row of nulls with the reason. Live models
+    of one name are told apart by a number: BertModel, BertModel (2).
 
     >>> scan("./my-model").layers[0]["symmetry"]       # doctest: +SKIP
     0.405
     """
+    if on_error not in ("raise", "record"):
+        raise ConfigError(f"on_error is {on_error!r}; it must be raise or record")
     options = Options(
-        heads,
-        kv_heads,
-        head_dim,
-        q,
-        k,
-        transposed,
-        gamma,
-        signature,
-        revision,
-        token,
-        download,
-        fold_norm,
-        bias,
-        qk_norm,
-        tuple(offset) if isinstance(offset, Sequence) else offset,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        q=q,
+        k=k,
+        transposed=transposed,
+        gamma=gamma,
+        signature=signature,
+        revision=revision,
+        token=token,
+        download=download,
+        fold_norm=fold_norm,
+        bias=bias,
+        qk_norm=qk_norm,
+        offset=offset,
     )
     if not sources:
         raise SourceError("no source; name a file, a folder, a hub id or sample:minilm")
-    return ScoreTable([model for source in sources for model in _scanned(source, options, progress)])
+    models: list[ModelScores] = []
+    errors: list[SourceFault] = []
+    names: set[str] = set()  # of live models
+    for source in sources:
+        for one in options.revisions:
+            try:
+                models += _scanned(source, replace(options, revision=one), progress, names)
+            except (QKFormError, MemoryError) as error:
+                if on_error == "raise":
+                    raise
+                errors.append(fault(source, error, one if len(options.revisions) > 1 else None))
+    return ScoreTable(models, errors)
 
 
-def _scanned(source: Source, options: Options, progress: Progress | None) -> list[ModelScores]:
+def fault(source: Source, error: Exception, revision: str | None = None) -> SourceFault:
+    """A source that cannot be scanned, as the record tells it; `revision` is named where it is one of several."""
+    name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else type(source).__name__
+    message = OUT_OF_MEMORY if isinstance(error, MemoryError) else str(error)
+    if revision is not None and revision not in message:
+        message = f"revision {revision[:80]}: {message}"
+    return SourceFault(name, message if name[:200] in message else f"{name[:200]}: {message}")
+
+
+def _scanned(
+    source: Source, options: Options, progress: Progress | None, names: set[str]
+) -> list[ModelScores]:
     """The scores of a source, once for each distance that was asked for; of an adapter: base, delta and merged."""
     begin = time.perf_counter()
     found = _open(source, options)
     if isinstance(found, Adapter):
         return _adapted(found, options, progress, begin)
+    if isinstance(found, InMemory):
+        found.source = _another(found.source, names)
     layout = _layout(found, options)
     every = _each_distance(options, layout)
     _plan(found, layout.layers, every[0])
@@ -149,6 +199,16 @@ def _scanned(source: Source, options: Options, progress: Progress | None) -> lis
         )
         for one, at_distance in zip(every, rows, strict=True)
     ]
+
+
+def _another(name: str, names: set[str]) -> str:
+    """The name, with a number where `names` has it already; and put among them."""
+    free, n = name, 1
+    while free in names:
+        n += 1
+        free = f"{name} ({n})"
+    names.add(free)
+    return free
 
 
 def _adapted(
@@ -247,7 +307,11 @@ def _scores_of(
     adapter: Adapter | None = None,
     delta: bool = False,
 ) -> ModelScores:
-    live = checkpoint.format == "live"  # where it came from says nothing about how far it was trained since
+    revision = checkpoint.revision if adapter is None else adapter.revision
+    asked = options.single_revision if adapter is not None or source == checkpoint.source else None
+    step = None  # of a live model: where it came from says nothing about how far it was trained since
+    if not isinstance(checkpoint, InMemory):
+        step = step_of(checkpoint.source, asked, hub=revision is not None)
     told = conventions(options)
     if delta:
         told |= {"form": "W_merged - W_base per head: what the adapter adds to the form. " + told["form"]}
@@ -260,26 +324,25 @@ def _scores_of(
         conventions=told,
         skipped=list(layout.skipped),
         rows=rows,
-        revision=checkpoint.revision if adapter is None else adapter.revision,
-        step=None if live else step_of(checkpoint.source, options.revision),
+        revision=revision,
+        step=step,
         offset=options.distance,
     )
 
 
-def opened(source: Source, options: Options) -> tuple[Checkpoint | LiveModel, Layout]:
-    """A source as its checkpoint and the layers found in it; an adapter is the model with it. Only headers are read."""
+class Opened(NamedTuple):
+    """A source with the layers found in it; an adapter is the model with it."""
+
+    checkpoint: Checkpoint | LiveModel
+    layout: Layout
+    revision: str | None  # of the source itself, where it is the hub's
+
+
+def opened(source: Source, options: Options) -> Opened:
+    """A source as its checkpoint and the layers found in it. Only headers are read."""
     found = _open(source, options)
     checkpoint = found.merged if isinstance(found, Adapter) else found
-    return checkpoint, _layout(checkpoint, options)
-
-
-def step_of(source: str, revision: str | None = None) -> int | None:
-    """The training step that a revision or a checkpoint's name tells: checkpoint-500, step1000, iter_20."""
-    for name in (revision, Path(source).name, Path(source).parent.name):
-        found = _STEP.findall(name or "")
-        if found and len(found[-1]) < 16:
-            return int(found[-1])
-    return None
+    return Opened(checkpoint, _layout(checkpoint, options), found.revision)
 
 
 class Adapter(NamedTuple):
@@ -294,7 +357,7 @@ def _open(source: Source, options: Options) -> Checkpoint | LiveModel | Adapter:
     if not isinstance(source, (str, os.PathLike)):
         from qkform.sites import open_live
 
-        if options.revision is not None:
+        if options.single_revision is not None:
             raise SourceError(f"a {type(source).__name__} in memory has no revisions; leave out revision")
         return open_live(source)
     name = os.fspath(source)
@@ -302,10 +365,12 @@ def _open(source: Source, options: Options) -> Checkpoint | LiveModel | Adapter:
         raise SourceError("the source is empty; name a file, a folder, a hub id or sample:minilm")
     hub = hub_name(name) if isinstance(source, str) else None
     if hub is not None and (hub.explicit or not os.path.lexists(name)):
-        found = _from_hub(name, options.revision, options)
+        found = _from_hub_or_nowhere(name, hub, options)
         return _adapter(found, name, options) if isinstance(found, AdapterFolder) else found
-    if options.revision:
-        raise ConfigError(f"{name[:200]!r} is no hub id, so it has no revision {options.revision[:80]!r}")
+    if options.single_revision is not None:
+        raise ConfigError(
+            f"{name[:200]!r} is no hub id, so it has no revision {options.single_revision[:80]!r}"
+        )
     if name.startswith("sample:"):
         from qkform import samples
 
@@ -317,6 +382,19 @@ def _open(source: Source, options: Options) -> Checkpoint | LiveModel | Adapter:
     if is_adapter(path):
         return _adapter(AdapterFolder(path, None), name, options)
     return open_checkpoint(path, source=name)
+
+
+def _from_hub_or_nowhere(name: str, hub: HubName, options: Options) -> Checkpoint | AdapterFolder:
+    """A model of the hub; where a name that may be a path is none there either, the path comes first."""
+    nowhere = f"there is no file or folder named {name[:200]!r}"
+    try:
+        return _from_hub(name, options.single_revision, options)
+    except SourceError as error:
+        text = str(error)
+        if hub.explicit or not text.endswith(nowhere):  # the hub knows it
+            raise
+        text = text.removesuffix(nowhere).removesuffix("; and ")
+        raise type(error)(f"{nowhere}, and as a hub id: {text}") from None
 
 
 def _from_hub(name: str, revision: str | None, options: Options) -> Checkpoint | AdapterFolder:
@@ -339,8 +417,8 @@ def _adapter(folder: AdapterFolder, name: str, options: Options) -> Adapter:
 def _layout(checkpoint: Checkpoint | LiveModel, options: Options) -> Layout:
     overrides = Overrides(options.heads, options.kv_heads, options.head_dim)
     manual = Manual(options.q, options.k, options.transposed)
-    if checkpoint.format == "live":
-        return cast("LiveModel", checkpoint).find(overrides, manual)
+    if isinstance(checkpoint, InMemory):
+        return checkpoint.find(overrides, manual)
     return find_layers(
         checkpoint.tensors,
         checkpoint.config,

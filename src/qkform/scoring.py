@@ -128,8 +128,14 @@ def _undefined(row: Row) -> str | None:
     return None
 
 
-def conventions(options: Options) -> dict[str, Any]:
-    """What was assumed, for the record: formulas, signs, and what is in the form and what is not."""
+_SCAN_ONLY = ("symmetry_z", "signature")  # conventions of columns that the record of a change does not have
+
+
+def conventions(options: Options, *, of_change: bool = False) -> dict[str, Any]:
+    """What was assumed, for the record: formulas, signs, and what is in the form and what is not.
+
+    `of_change`: of the record of a change, which has no signature, no bias_share and another null.
+    """
     offset = options.distance
     form = "W = W_Q W_K^T per head, rows query side, columns key side; a layer is the sum over its heads"
     size = "d_model"
@@ -138,7 +144,10 @@ def conventions(options: Options) -> dict[str, Any]:
     if options.bias:
         form += "; extended by one input that is 1: d_model of a row is one more than the model's"
         size = "d_model (of the extended form)"
-    return {
+    share = ("; bias_share is what they add to ||W||^2", "; bias_share is 1 - ||W||^2 / ||W with biases||^2")
+    if of_change:
+        share = ("", "")
+    told = {
         "version": f"qkform {__version__}",
         "form": form,
         "symmetry": f"tr(W W) / ||W||_F^2 in [-1, 1]; random weights have mean 1/{size}",
@@ -148,9 +157,9 @@ def conventions(options: Options) -> dict[str, Any]:
         "gamma": options.gamma,
         "signature": f"eigenvalues of (W + W^T)/2 above 1e-8 of the largest in size; {options.signature}",
         "biases": (
-            "in the form, as one more row of W_Q and W_K; bias_share is what they add to ||W||^2"
+            "in the form, as one more row of W_Q and W_K" + share[0]
             if options.bias
-            else "not in the form; bias_share is 1 - ||W||^2 / ||W with biases||^2"
+            else "not in the form" + share[1]
         ),
         "norm_gains": (
             "rows of W_Q and W_K times the gain of the norm in front, its bias added to theirs; layers flagged no_norm "
@@ -173,3 +182,4 @@ def conventions(options: Options) -> dict[str, Any]:
         ),
         "precision": "products in the weights' precision, at least float32; sums in float64",
     }
+    return {name: value for name, value in told.items() if not (of_change and name in _SCAN_ONLY)}

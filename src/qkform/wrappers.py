@@ -11,4 +11,6 @@ WRAPPERS = (
     "_forward_module",  # Lightning's strategies
 )
 DATA_PARALLEL = "module"  # DistributedDataParallel, DeepSpeed; models may have modules of this name too
-ADAPTED = "base_layer"  # peft's layers; no wrapper like the others: what the model computes with is another weight
+ADAPTED = (
+    "base_layer"  # peft's layers; no wrapper like the others: what the model computes with is another weight
+)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from qkform.records import ModelScores, ScoreTable
 from qkform.report.rows import distinct
+from qkform.steps import step_place
 
 Kind = Literal["step", "offset"]
 UNITS = {"step": "step", "offset": "distance"}  # what a person reads for the kind
 
 _ASSUMED = ("gamma", "biases", "norm_gains", "qk_norm")  # conventions that make scores incomparable
-_DIGITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -88,11 +87,7 @@ def _single(model: ModelScores) -> Entry:
 def _series(kind: Kind, models: Sequence[ModelScores]) -> Entry:
     ordered = sorted(models, key=lambda model: value_of(model, kind))
     first = ordered[0]
-    name = (
-        _without_step(str(first.source), first.step).replace("\0", "*")
-        if kind == "step"
-        else str(first.source)
-    )
+    name = _without_step(first).replace("\0", "*") if kind == "step" else str(first.source)
     offsets = {model.offset for model in ordered} - {None}
     return Entry(f"{name} at distance {offsets.pop()}" if kind == "step" and offsets else name, kind, ordered)
 
@@ -101,8 +96,7 @@ def _trajectory(model: ModelScores) -> str | None:
     """What the steps of one run have in common; None for a model that is no step of a run."""
     if not isinstance(model.step, int) or not _shape(model):
         return None
-    without = _without_step(str(model.source), model.step)
-    return _key("step", model, without, model.offset)
+    return _key("step", model, _without_step(model), model.offset)
 
 
 def _apart_from_offset(model: ModelScores) -> str | None:
@@ -127,9 +121,8 @@ def _assumed(model: ModelScores) -> list[Any]:
     return [given.get(name) for name in _ASSUMED]
 
 
-def _without_step(source: str, step: int | None) -> str:
-    """The source with the last number in it that is the step replaced by NUL, which no source has."""
-    for found in reversed(list(_DIGITS.finditer(source))):
-        if step is not None and len(found[0]) < 16 and int(found[0]) == step:
-            return f"{source[: found.start()]}\0{source[found.end() :]}"
-    return source
+def _without_step(model: ModelScores) -> str:
+    """The source with NUL, which no source has, for the number of its step where it tells one."""
+    source = str(model.source)
+    start, end = step_place(source, hub=model.revision is not None) or (0, 0)
+    return f"{source[:start]}\0{source[end:]}" if end and int(source[start:end]) == model.step else source
