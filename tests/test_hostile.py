@@ -133,7 +133,7 @@ CONFIGS = {
     "lfs pointer": ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     "no model_type": ('{"hidden_size": 12}', "no model_type"),
     "model_type a number": ({**BERT_CONFIG, "model_type": 3}, "expected a name"),
-    "unknown model_type": ({**BERT_CONFIG, "model_type": "zzz"}, "no layout for model_type 'zzz'"),
+    "unknown model_type": ({"model_type": "zzz", "hidden_size": 12}, "no layout for model_type 'zzz'"),
     "another family": ({**BERT_CONFIG, "model_type": "gpt2"}, "no tensor fits"),
     "heads 0": ({**BERT_CONFIG, "num_attention_heads": 0}, "num_attention_heads is 0"),
     "heads negative": ({**BERT_CONFIG, "num_attention_heads": -3}, "num_attention_heads is -3"),

@@ -241,6 +241,7 @@ def test_layers_that_share_keys_are_scored_with_the_keys_they_read() -> None:
         "model_type": "gemma3n_text",
         "head_dim": 4,
         "num_hidden_layers": 4,
+        "num_key_value_heads": 3,
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     }
@@ -360,3 +361,34 @@ def test_hostile_names_and_configs_cost_no_time() -> None:
     with suppress(LayoutError):
         found(tensors, deep | wide)
     assert time.process_time() - begin < 10.0
+
+
+# ---- what a config leaves out ---------------------------------------------------------------------
+
+
+def test_a_sub_config_that_is_left_out_has_the_defaults_of_its_class() -> None:
+    """align: a BERT text tower of 768 and 12 heads, of which a file need not say a word."""
+    tensors = pair("text_model.encoder.layer.0.attention.self", 768, 768, 768, "query key")
+    assert list(heads(found(tensors, {"model_type": "align"})).values()) == [(12, 12, 64)]
+
+
+def test_a_head_count_under_another_name_outranks_a_default() -> None:
+    config = {"model_type": "cohere", "n_heads": 3, "hidden_size": 12}
+    assert heads(found(pair("layers.0.self_attn"), config)) == {"layers.0.self_attn": (3, 3, 4)}
+
+
+def test_the_defaults_are_those_of_the_classes() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from qkform.layouts.defaults import known
+
+    values, parts = known()
+    classes = {t: CONFIG_MAPPING[t] for t in CONFIG_MAPPING}
+    for model_type, named in parts.items():
+        subs = classes[model_type].sub_configs
+        assert {key: subs[key].model_type for key in named} == dict(named)
+        own = {getattr(cls, "model_type", ""): cls for cls in subs.values()}
+        classes = {**own, **classes}
+    checked = [(t, key) for t, own in values.items() if t in classes for key in own]
+    assert all(getattr(classes[t], key) == values[t][key] for t, key in checked)
+    assert len(checked) > 1000

@@ -143,7 +143,7 @@ class _Finder:
                     layer = self._layer(rule, name, found_at)
                     if layer is not None:
                         found.append((order, layer))
-        if by_names:
+        if by_names and (found or not rules):  # a family of which nothing is there is not the family it says
             found += [(len(rules), layer) for layer in self._named()]
         components = {layer.component: None for _, layer in found}
         rank = {component: i for i, component in enumerate(components)}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qkform.errors import LayoutError
+from qkform.layouts.defaults import completed, part_types
 from qkform.layouts.geometry import Geometry, Overrides
 from qkform.layouts.match import is_number
 from qkform.layouts.order import Sizes, outputs
@@ -132,13 +133,19 @@ def candidates(config: Mapping[str, Any] | None) -> list[Candidate]:
 
 
 def _nested(
-    config: Mapping[str, Any], words: tuple[str, ...]
+    config: Mapping[str, Any], words: tuple[str, ...], model_type: str = ""
 ) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
-    yield words, config
+    """(words, values) of a config and everything inside it, with the defaults of their classes."""
+    named = config.get("model_type")
+    model_type = named if isinstance(named, str) else model_type
+    yield words, completed(config, model_type, (_HEADS, _KV_HEADS, _HEAD_DIM, _HIDDEN))
     if len(words) < 6:
-        for key, value in config.items():
+        types = part_types(model_type)
+        left_out: dict[str, Mapping[str, Any]] = {key: {} for key in types if key not in config}
+        for key, value in (*config.items(), *left_out.items()):
             if isinstance(value, Mapping) and isinstance(key, str) and len(key) < 100:
-                yield from _nested(value, (*words, *key.removesuffix("_config").lower().split("_")))
+                inner = (*words, *key.removesuffix("_config").lower().split("_"))
+                yield from _nested(value, inner, types.get(key, ""))
 
 
 @dataclass(frozen=True)
