@@ -96,6 +96,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "d_fine": {"decoder_attention_heads": 4, "d_model": 32},
     "deimv2": {"decoder_attention_heads": 4, "d_model": 32},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}},
+    "clap_audio_model": {"num_mel_bins": 64, "spec_size": 64},
     "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "chameleon": {"vocabulary_map": {"<image>": 8, "IMGIMGAZ": 9}},
