@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -28,6 +26,8 @@ from typing import Any
 import numpy as np
 
 import qkform as qk
+from machine import machine
+from sparse import LLAMA, peak_of_scan, write
 
 SHAPES = {  # d_model, heads, kv heads: the ratio to the full-matrix way that we promise
     (768, 12, 12): 2.0,
@@ -243,102 +243,8 @@ def measure_start(rounds: int) -> dict[str, float]:
     }
 
 
-def sparse_llama(folder: Path) -> Path:
-    """A checkpoint shaped like LLaMA-3-8B, 16 GB in bfloat16: Q and K are real numbers, the rest is a hole."""
-    import struct
-
-    import ml_dtypes
-
-    d, layers, vocabulary, hidden, kv = 4096, 32, 128256, 14336, 1024
-    shapes = {
-        "model.embed_tokens.weight": (vocabulary, d),
-        "lm_head.weight": (vocabulary, d),
-        "model.norm.weight": (d,),
-    }
-    for i in range(layers):
-        p = f"model.layers.{i}"
-        shapes |= {f"{p}.self_attn.{n}_proj.weight": (kv if n in "kv" else d, d) for n in "qkvo"}
-        shapes |= {f"{p}.mlp.{n}_proj.weight": (hidden, d) for n in ("gate", "up")}
-        shapes |= {f"{p}.mlp.down_proj.weight": (d, hidden)}
-        shapes |= {f"{p}.{n}_layernorm.weight": (d,) for n in ("input", "post_attention")}
-    header: dict[str, Any] = {}
-    at = 0
-    for name, shape in shapes.items():
-        size = 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header).encode()
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + at)
-        for name, shape in shapes.items():
-            if ".q_proj." in name or ".k_proj." in name:
-                file.seek(8 + len(text) + header[name]["data_offsets"][0])
-                weights = 0.02 * rng.standard_normal(shape, dtype=np.float32)
-                file.write(weights.astype(ml_dtypes.bfloat16).tobytes())
-    config = {
-        "model_type": "llama",
-        "hidden_size": d,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": layers,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-_PEAK = """
-import sys, time
-import numpy, array_api_compat.numpy, ml_dtypes, safetensors
-import qkform as qk, qkform.scanner, qkform.checkpoints.safetensors
-def peak():  # of this process alone: ru_maxrss starts at what the parent had
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-before = peak()
-begin = time.perf_counter()
-table = qk.scan(sys.argv[1])
-after = peak()
-print(before, after, time.perf_counter() - begin, len(table), table.models[0].bytes_read)
-"""
-
-
 def measure_memory(folder: Path) -> dict[str, float]:
-    source = sparse_llama(folder / "llama-3-8b-shape")
-    size = (source / "model.safetensors").stat().st_size
-    done = subprocess.run(
-        [sys.executable, "-c", _PEAK, str(source)], check=True, capture_output=True, text=True
-    )
-    before, after, taken, rows, read = (float(x) for x in done.stdout.split())
-    return {
-        "file_gb": size / 1e9,
-        "read_gb": read / 1e9,
-        "rows": rows,
-        "seconds": taken,
-        "seconds_per_layer": taken / 32,
-        "imports_mb": before / 1024,
-        "peak_mb": after / 1024,
-        "beyond_imports_mb": (after - before) / 1024,
-    }
-
-
-def machine() -> dict[str, Any]:
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
-        ]
-        name = names[0] if names else name
-    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]  # type: ignore[call-overload, index]
-    return {
-        "cpu": name,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "blas": f"{blas.get('name')} {blas.get('version')}",
-    }
+    return peak_of_scan(write(folder / "llama-3-8b-shape", LLAMA["8B"]), LLAMA["8B"].layers)
 
 
 def report(result: dict[str, Any]) -> str:

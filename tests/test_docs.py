@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import json
 import re
@@ -18,7 +19,7 @@ from safetensors.numpy import save_file
 from tests.conftest import BERT_CONFIG, bert_tensors
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Lines that are not run here, each with its reason. A line that is in no page any more fails the count below.
 SKIPPED = {
@@ -29,6 +30,11 @@ SKIPPED = {
     "make bench": "minutes of measurement; figures are recorded under benchmarks/results",
     "pip install .": "would change the environment that runs this test",
     'pip install -c constraints.txt ".[frames]"': "the same",
+    "qkform scan BAAI/bge-small-en-v1.5": "asks the hub; tests/test_hub.py does so against a local server",
+    "qkform scan EleutherAI/pythia-70m --revision step1000,step10000,step143000 --html steps.html": "the same",
+    "qkform scan EleutherAI/pythia-70m --revision step1000,step143000 --html steps.html": "the same",
+    "qkform scan hf://org/name@v1/sub/folder": "the same",
+    "python -m tests.fuzz TARGET --runs 100000": "an hour; the recorded outcome is benchmarks/results/fuzz.txt",
     "python -m tests.survey --write docs/families.md": "rewrites a page; tests/test_families.py compares it",
 }
 
@@ -69,10 +75,14 @@ def desk(tmp_path, monkeypatch):
     }
     for name, tensors, config in (
         ("my-model", bert_tensors(rng), BERT_CONFIG),
+        ("pretrained", bert_tensors(rng), BERT_CONFIG),
+        ("finetuned", bert_tensors(rng), BERT_CONFIG),
+        ("runs/checkpoints/checkpoint-10", bert_tensors(rng), BERT_CONFIG),
+        ("runs/checkpoints/checkpoint-20", bert_tensors(rng), BERT_CONFIG),
         ("custom", custom, None),
         ("no-config", bert_tensors(rng), None),
     ):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(parents=True)
         save_file(tensors, tmp_path / name / "model.safetensors")
         if config:
             (tmp_path / name / "config.json").write_text(json.dumps(config))
@@ -92,13 +102,13 @@ def test_python_blocks_run_as_printed(block, desk):
     "line", dict.fromkeys(line for _, line in COMMANDS if line not in SKIPPED), ids=lambda line: line[:60]
 )
 def test_commands_run_as_printed(line, desk):
-    words = shlex.split(line)
+    words = [p for word in shlex.split(line) for p in (sorted(glob.glob(word)) if "*" in word else [word])]
     assert words[0] == "qkform", f"{line!r} is neither a qkform command nor listed as skipped"
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout or "--quiet" in words
     for flag, value in itertools.pairwise(words):
-        if flag in ("--out", "--html"):
+        if flag in ("--out", "--html", "--plots"):
             assert (desk / value).stat().st_size > 0
 
 

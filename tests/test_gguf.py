@@ -362,9 +362,9 @@ def test_a_file_cut_after_it_was_opened_is_refused(written):
 OTHER_KINDS = {
     "version 1": (file_bytes(version=1), "version 1.* versions 2 and 3"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), r"big-endian.*version 3.*gguf-convert-endian"),
-    "split": (
+    "a part under another name": (
         file_bytes([pair("split.no", 2, b"\1\0"), pair("split.count", 2, b"\3\0")]),
-        "part 2 of .* split into 3 files.*--merge",
+        "one of 3 parts .*NAME-00001-of-00003.gguf.*name back",
     ),
 }
 
@@ -379,6 +379,80 @@ def test_a_kind_of_gguf_that_is_not_read_says_what_to_do(kind, written):
 
 def test_a_split_into_one_file_is_whole(written):
     assert opened(written(file_bytes([pair("split.count", 2, b"\1\0")]))).tensors == {}
+
+
+def parts_of(folder: Path, count: int = 3, **changes: Any) -> list[Path]:
+    """A model in `count` parts, one tensor in each, as llama-gguf-split writes them."""
+    files = []
+    for i in range(count):
+        number = changes.get("number", {}).get(i, i)
+        keys = [
+            pair("split.no", 2, struct.pack("<H", number)),
+            pair("split.count", 2, struct.pack("<H", count)),
+        ]
+        keys.append(pair("split.tensors.count", 5, struct.pack("<i", changes.get("promised", count))))
+        if i == 0:
+            keys += [
+                pair("general.architecture", 8, text("llama")),
+                pair("llama.block_count", 4, b"\2\0\0\0"),
+            ]
+        name = changes.get("names", {}).get(i, f"t{i}")
+        data = (WEIGHTS + 100 * i).tobytes()
+        path = folder / f"a-model-{i + 1:05d}-of-{count:05d}.gguf"
+        path.write_bytes(file_bytes(keys, [entry(name, (8, 3))], data))
+        files.append(path)
+    return files
+
+
+def test_the_parts_of_a_split_model_are_one_model_from_any_of_them_or_their_folder(tmp_path):
+    for place in [*parts_of(tmp_path), tmp_path]:
+        checkpoint = open_checkpoint(place)
+        assert list(checkpoint.tensors) == ["t0", "t1", "t2"]
+        assert checkpoint.config["general.architecture"] == "llama"
+        assert checkpoint.config["llama.block_count"] == 2
+        for i in range(3):
+            np.testing.assert_array_equal(checkpoint.read(f"t{i}"), WEIGHTS + 100 * i)
+
+
+def test_missing_parts_are_named(tmp_path):
+    parts_of(tmp_path, 4)
+    for i in (1, 3):
+        (tmp_path / f"a-model-{i + 1:05d}-of-00004.gguf").unlink()
+    message = r"a-model-00002-of-00004\.gguf, a-model-00004-of-00004\.gguf are not in .*incomplete"
+    for place in (tmp_path, tmp_path / "a-model-00001-of-00004.gguf"):
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(place)
+    (tmp_path / "a-model-00001-of-00004.gguf").unlink()
+    with pytest.raises(CheckpointError, match=r"a-model-00001-of-00004\.gguf"):
+        open_checkpoint(tmp_path)
+
+
+BAD_PARTS = {
+    "a tensor in two parts": ({"names": {2: "t0"}}, "'t0' is in both .*00001-of-.*00003-of-"),
+    "another number": ({"number": {1: 2}}, "says that it is part 2 .*its name says 1 of 3"),
+    "tensors missing": ({"promised": 9}, "promises 9 tensors, and its 3 parts hold 3"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PARTS)
+def test_parts_that_do_not_make_one_model_are_refused(case, tmp_path):
+    changes, message = BAD_PARTS[case]
+    with pytest.raises(CheckpointError, match=message):
+        opened(parts_of(tmp_path, **changes)[0])
+
+
+NO_COUNTS = {
+    "a word": (8, text("three")),
+    "negative": (11, b"\xff" * 8),
+    "huge": (10, b"\xff" * 8),
+    "a fraction": (6, b"\0" * 4),
+}
+
+
+@pytest.mark.parametrize("count", NO_COUNTS)
+def test_a_count_of_parts_that_is_none_is_refused(count, written):
+    with pytest.raises(CheckpointError, match=r"split\.count"):
+        opened(written(file_bytes([pair("split.count", *NO_COUNTS[count])])))
 
 
 W = entry("w", (8,))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
+import re
 import resource
 import struct
 import subprocess
 import sys
+import tarfile
+import zipfile
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +22,11 @@ from safetensors.numpy import save_file
 
 from tests.conftest import BERT_CONFIG, bert_tensors
 
-MEMORY = 2 * 2**30  # address space for a scan of a small file
+MEMORY = 2 * 2**30  # address space for a scan of a small file; torch's libraries take 0.6 GB of it
 SECONDS = 30
 
 
-def scan(source, *extra, cwd):
+def scan(source, *extra, cwd, seconds=SECONDS):
     """Run the real command in its own process, with bounded memory and time."""
 
     def limit():
@@ -31,7 +37,7 @@ def scan(source, *extra, cwd):
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=seconds,
         preexec_fn=limit,
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         check=False,
@@ -261,19 +267,13 @@ def test_a_missing_file_is_refused(tmp_path):
 
 
 def test_a_hub_id_says_how_to_fetch_it(tmp_path):
-    refused("org/model", "hf download org/model", cwd=tmp_path)
+    refused("org/model", "no file or folder named 'org/model'", cwd=tmp_path)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
     refused("m", "no weights", cwd=tmp_path)
-
-
-def test_a_folder_with_only_a_pickle_says_what_would_work(tmp_path):
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "pytorch_model.bin").write_bytes(b"PK")
-    refused("m", "pytorch_model.bin", "safetensors", cwd=tmp_path)
 
 
 def test_things_that_are_no_files_are_refused_without_being_read(tmp_path):
@@ -371,3 +371,338 @@ def test_of_several_sources_the_good_are_reported_and_the_bad_listed(folder, tmp
     assert [e["source"] for e in document["errors"]] == ["nope", "gone/"]
     assert run.stderr.count("error:") == 2
     assert json.loads((tmp_path / "rows.json").read_text()) == document
+
+
+# ---- PyTorch files: a pickle is a program, and none of these runs
+
+
+class Call:
+    """Pickles as a call of `function`."""
+
+    def __init__(self, function, *arguments):
+        self.parts = function, arguments
+
+    def __reduce__(self):
+        return self.parts
+
+
+MARK = "touch ran"  # what a hostile pickle would do: leave a file that `refused` would see
+
+
+def _zip(payload: bytes, *, more: dict[str, bytes] | None = None, packed: bool = False) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED) as archive:
+        for name, data in {"m/data.pkl": payload, "m/version": b"3\n", **(more or {})}.items():
+            archive.writestr(name, data)
+    return out.getvalue()
+
+
+def _torch_bytes(state: object, *, zipped: bool = True) -> bytes:
+    import torch
+
+    out = io.BytesIO()
+    torch.save(state, out, _use_new_zipfile_serialization=zipped)
+    return out.getvalue()
+
+
+def _tar(payload: bytes) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for name in ("storages", "tensors", "pickle"):
+            info = tarfile.TarInfo(name)
+            info.size = len(payload)
+            archive.addfile(info, io.BytesIO(payload))
+    return out.getvalue()
+
+
+def _view(size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> object:
+    """A tensor over four stored numbers that claims this shape."""
+    import torch
+
+    storage = torch.storage.TypedStorage(
+        wrap_storage=torch.arange(4.0).untyped_storage(), dtype=torch.float32, _internal=True
+    )
+    return Call(torch._utils._rebuild_tensor_v2, storage, offset, size, stride, False, OrderedDict())
+
+
+def _lying_storage() -> bytes:
+    """A storage of 2^40 numbers by the pickle's word, and of 16 bytes in the file."""
+    return _torch_bytes({NAME: __import__("torch").zeros(4)}).replace(
+        b"K\x04tq", b"\x8a\x06\0\0\0\0\0\x01tq", 1
+    )
+
+
+def _nested(depth: int) -> dict:
+    state: dict = {}
+    for _ in range(depth):
+        state = {"model": state}
+    return state
+
+
+def _fanned_out() -> dict:
+    """2^60 paths through sixty dictionaries."""
+    state: dict = {"w": 1}
+    for _ in range(60):
+        state = {"a": state, "b": state}
+    return state
+
+
+SYSTEM = pickle.dumps(Call(os.system, MARK), protocol=2)
+PICKLES = {
+    "os.system": (lambda: _zip(SYSTEM), "would run code"),
+    "os.system by text": (lambda: _zip(b"cos\nsystem\n(V" + MARK.encode() + b"\ntR."), "would run code"),
+    "builtins.eval": (
+        lambda: _zip(pickle.dumps(Call(eval, "open('ran', 'w')"), protocol=2)),
+        "would run code",
+    ),
+    "builtins.exec": (
+        lambda: _zip(pickle.dumps(Call(exec, "open('ran', 'w')"), protocol=2)),
+        "would run code",
+    ),
+    "subprocess": (
+        lambda: _zip(pickle.dumps(Call(subprocess.Popen, ["touch", "ran"]), protocol=2)),
+        "would run code",
+    ),
+    "inside a state dict": (lambda: _torch_bytes({NAME: Call(os.system, MARK)}), "would run code"),
+    "beside a tensor": (
+        lambda: _torch_bytes({"x": __import__("torch").ones(2), "y": Call(os.system, MARK)}),
+        "would run code",
+    ),
+    "torch.load inside": (
+        lambda: _zip(pickle.dumps(Call(__import__("torch").load, "m"), protocol=2)),
+        "would run code",
+    ),
+    "storage from a file": (
+        lambda: _zip(
+            pickle.dumps(
+                Call(__import__("torch").UntypedStorage.from_file, "/etc/hostname", False, 4), protocol=2
+            )
+        ),
+        "code",
+    ),
+    "numpy fromfile": (
+        lambda: _zip(pickle.dumps(Call(np.fromfile, "/etc/hostname"), protocol=2)),
+        "would run code",
+    ),
+    "getattr": (
+        lambda: _zip(
+            pickle.dumps(Call(getattr, os, "system"), protocol=2)
+            if False
+            else b"cbuiltins\ngetattr\n(cos\nenviron\nVcopy\ntR."
+        ),
+        "would run code",
+    ),
+    "a model, not its weights": (lambda: _torch_bytes(__import__("torch").nn.Linear(2, 2)), "would run code"),
+    "legacy, os.system": (lambda: SYSTEM, "would run code"),
+    "legacy, in a state dict": (
+        lambda: _torch_bytes({NAME: Call(os.system, MARK)}, zipped=False),
+        "would run code",
+    ),
+    "tar": (lambda: _tar(SYSTEM), "tar archive"),
+    "zip in a zip": (lambda: _zip(_zip(SYSTEM)), "loaded safely"),
+    "torchscript": (
+        lambda: _zip(SYSTEM, more={"m/constants.pkl": SYSTEM, "m/code/x.py": b"1"}),
+        "TorchScript",
+    ),
+    "packed": (lambda: _zip(b"\0" * 10**7, packed=True), "packed member"),
+    "two pickles": (lambda: _zip(SYSTEM, more={"n/data.pkl": SYSTEM}), "2 members named data.pkl"),
+    "no pickle": (lambda: _zip(b"").replace(b"data.pkl", b"data.pkx"), "0 members named data.pkl"),
+    "empty": (lambda: b"", "too short"),
+    "text": (lambda: b"<!DOCTYPE html><html></html>", "neither a zip archive nor a pickle"),
+    "lfs": (lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "git lfs pull"),
+    "zip cut short": (lambda: _torch_bytes({NAME: __import__("torch").zeros(400)})[:-200], "zip archive"),
+    "legacy cut short": (
+        lambda: _torch_bytes({NAME: __import__("torch").zeros(400)}, zipped=False)[:-200],
+        "loaded",
+    ),
+    "directory alone": (lambda: b"PK\5\6" + b"\0" * 18, "0 members"),
+    "huge directory": (lambda: b"PK\3\4" + b"\0" * 50 + b"PK\5\6" + b"\0" * 8 + b"\xff" * 8 + b"\0\0", "zip"),
+    "bytes without end": (
+        lambda: _zip(b"\x80\x02cbuiltins\nbytearray\n\x8a\x06\0\0\0\0\0\x01\x85R."),
+        "memory|safely",
+    ),
+    "memo without end": (lambda: _zip(b"\x80\x02]r\xff\xff\xff\x7f."), "holds a list"),
+    "stack without end": (lambda: _zip(b"\x80\x02" + b"(" * 10**6), "loaded safely"),
+    "no opcode": (lambda: _zip(b"\x80\x02\xff\xff."), "loaded safely"),
+    "a list": (lambda: _torch_bytes([1, 2]), "holds a list"),
+    "a tensor alone": (lambda: _torch_bytes(__import__("torch").ones(2)), "holds a Tensor"),
+    "no tensors": (lambda: _torch_bytes({"epoch": 3}), "no tensors"),
+    "nested dictionaries": (lambda: _torch_bytes(_nested(200)), "no tensors"),
+    "dictionaries that fan out": (lambda: _torch_bytes(_fanned_out()), "entries|no tensors"),
+    "more than is stored": (lambda: _torch_bytes({NAME: _view((100, 100), (100, 1))}), "loaded safely"),
+    "more than is stored, legacy": (
+        lambda: _torch_bytes({NAME: _view((100, 100), (100, 1))}, zipped=False),
+        "loaded safely",
+    ),
+    "before the storage": (lambda: _torch_bytes({NAME: _view((2, 2), (1, 1), -3)}), "loaded safely"),
+    "backwards": (lambda: _torch_bytes({NAME: _view((2, 2), (-1, 1))}), "loaded safely"),
+    "beyond any memory": (lambda: _torch_bytes({NAME: _view((2**40, 2**40), (2**40, 1))}), "loaded safely"),
+    "strides that overflow": (lambda: _torch_bytes({NAME: _view((2, 2), (2**62, 2**62))}), "loaded safely"),
+    "a lying storage": (_lying_storage, "bin"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of old storages
+def test_every_hostile_pytorch_file_is_refused_and_nothing_runs(tmp_path):
+    """All in one process, which imports torch once: one line for each, and what one leaves behind would show."""
+    named = {f"case{i}.bin": case for i, case in enumerate(PICKLES)}
+    for name, case in named.items():
+        (tmp_path / name).write_bytes(PICKLES[case][0]())
+    run = scan(*named, cwd=tmp_path, seconds=4 * SECONDS)  # of all of them: some 8 s of a free processor
+    assert run.returncode == 2, run.stderr[-2000:]
+    assert "Traceback" not in run.stderr
+    lines = run.stderr.strip().splitlines()
+    assert len(lines) == len(named)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(named)
+    wrong = []
+    for line, (name, case) in zip(lines, named.items(), strict=True):
+        if name not in line or len(line) > 3000 or not re.search(PICKLES[case][1], line):
+            wrong.append((case, line))
+    assert not wrong
+
+
+def test_a_view_that_repeats_four_numbers_to_terabytes_is_refused_when_it_is_read(folder, tmp_path):
+    both = {n: _view((2**20, 2**20), (0, 0)) for n in (NAME, NAME.replace("query", "key"))}
+    (folder / "config.json").write_text(
+        json.dumps({**BERT_CONFIG, "hidden_size": 2**20, "num_attention_heads": 2})
+    )
+    (folder / "pytorch_model.bin").write_bytes(_torch_bytes(both))
+    refused(folder, NAME, "repeats 16 stored bytes", cwd=tmp_path)
+
+
+def test_an_index_of_pytorch_files_cannot_lead_out_of_the_folder(folder, tmp_path):
+    (tmp_path / "secret.bin").write_bytes(_torch_bytes({NAME: __import__("torch").ones(12, 12)}))
+    for shard in ("../secret.bin", str(tmp_path / "secret.bin"), "..\\secret.bin"):
+        index = {"weight_map": {NAME: shard}}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        refused(folder, "plain file name", "pytorch_model.bin.index.json", cwd=tmp_path)
+
+
+def test_a_hostile_shard_is_refused_and_nothing_runs(folder, tmp_path):
+    (folder / "pytorch_model-1.bin").write_bytes(_torch_bytes({NAME: Call(os.system, MARK)}))
+    index = {"weight_map": {NAME: "pytorch_model-1.bin"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    refused(folder, "would run code", "pytorch_model-1.bin", cwd=tmp_path)
+
+
+# ---- npz
+
+
+def _npz(
+    header: bytes, data: bytes = b"", *, packed: bool = False, version: bytes = b"\1\0", name: str = NAME
+) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED) as archive:
+        size = struct.pack("<H" if version == b"\1\0" else "<I", len(header))
+        archive.writestr(f"{name}.npy", b"\x93NUMPY" + version + size + header + data)
+    return out.getvalue()
+
+
+def _header(shape: str, kind: str = "'<f4'", order: str = "False") -> bytes:
+    return f"{{'descr': {kind}, 'fortran_order': {order}, 'shape': {shape}, }}\n".encode()
+
+
+def _two_of_a_name() -> bytes:
+    first = _npz(_header("(1,)"), b"\0" * 4, name="a")
+    return first.replace(b"a.npy", b"b.npy", 1)
+
+
+NPZ = {
+    "empty": (b"", "zip archive"),
+    "not a zip": (b"PK\3\4 and nothing else", "zip archive"),
+    "no arrays": (_zip(b""), "no arrays"),
+    "a code in the header": (_npz(b"{'descr': __import__('os').system('touch ran')}"), "no header"),
+    "nested header": (_npz(b"(" * 60_000), "no header"),
+    "header of a gigabyte": (
+        _npz(b"{}", version=b"\2\0").replace(b"\2\0\0\0{}", b"\xff\xff\xff\x7f{}"),
+        "header",
+    ),
+    "version 9": (_npz(b"{}", version=b"\x09\0"), "version 9"),
+    "negative shape": (_npz(_header("(-1, 4)")), "shape|no header"),
+    "absurd shape": (_npz(_header("(9999999999, 9999999999)")), "truncated"),
+    "shape of words": (_npz(_header("('a',)")), "no header"),
+    "huge numbers": (_npz(_header(f"({'9' * 5000},)")), "shape"),
+    "many sides": (_npz(_header(f"({'1, ' * 500})"), b"\0" * 4), "shape"),
+    "unknown type": (_npz(_header("(1,)", "'<q9'"), b"\0" * 9), "type"),
+    "shape against bytes": (_npz(_header("(12, 12)"), b"\0" * 100), "truncated"),
+    "cut short": (_npz(_header("(12, 12)"), b"\0" * 576)[:-100], "zip archive"),
+    "member beyond the end": (
+        _npz(_header("(2, 2)"), b"\0" * 16).replace(b"PK\1\2", b"PK\1\2", 1)[:60],
+        "zip archive",
+    ),
+    "two headers": (_two_of_a_name(), "no tensor fits|header|sound"),
+    "damaged packing": (
+        bytearray(_npz(_header("(12, 12)"), bytes(range(144)) * 4, packed=True)),
+        "unpacked|sound|numpy",
+    ),
+}
+
+
+def test_every_hostile_npz_is_refused(tmp_path):
+    named = {f"case{i}.npz": case for i, case in enumerate(NPZ)}
+    for name, case in named.items():
+        content = NPZ[case][0]
+        if isinstance(content, bytearray):
+            at = content.index(b".npy") + 4
+            content[at : at + 40] = b"\xff" * 40
+        (tmp_path / name).write_bytes(bytes(content))
+    (tmp_path / "config.json").write_text(json.dumps(BERT_CONFIG))
+    run = scan(*named, cwd=tmp_path)
+    assert run.returncode == 2, run.stderr[-2000:]
+    assert "Traceback" not in run.stderr
+    lines = run.stderr.strip().splitlines()
+    assert len(lines) == len(named)
+    wrong = []
+    for line, (name, case) in zip(lines, named.items(), strict=True):
+        if name not in line or len(line) > 3000 or not re.search(NPZ[case][1], line):
+            wrong.append((case, line))
+    assert not wrong
+
+
+def _bomb(shape: str, zeros: int) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in (NAME, NAME.replace("query", "key")):
+            header = _header(shape)
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                member.write(b"\x93NUMPY\1\0" + struct.pack("<H", len(header)) + header)
+                for _ in range(zeros // 2**20):
+                    member.write(bytes(2**20))
+    return out.getvalue()
+
+
+def test_a_bomb_of_zeros_is_refused_before_it_unpacks(folder, tmp_path):
+    (folder / "config.json").write_text(
+        json.dumps({**BERT_CONFIG, "hidden_size": 8192, "num_attention_heads": 2})
+    )
+    (folder / "model.npz").write_bytes(_bomb("(8192, 8192)", 2**28))
+    refused(folder, NAME, "no weights pack so well", cwd=tmp_path)
+
+
+def test_an_array_of_objects_stays_a_pickle_that_nobody_loads(folder, tmp_path):
+    arrays = {
+        n: np.array([Call(os.system, MARK)] * 2, dtype=object) for n in (NAME, NAME.replace("query", "key"))
+    }
+    np.savez(folder / "model.npz", **arrays)
+    refused(folder, NAME, cwd=tmp_path)
+
+
+# ---- split GGUF
+
+
+def test_parts_of_a_gguf_cannot_lead_out_of_their_folder_or_fill_memory(tmp_path):
+    from tests.test_gguf import file_bytes, pair
+
+    def part(count: int, name: str) -> None:
+        keys = [pair("split.no", 2, b"\0\0"), pair("split.count", 4, struct.pack("<I", count))]
+        (tmp_path / name).write_bytes(file_bytes(keys))
+
+    part(2, "..-00001-of-00002.gguf")
+    refused("..-00001-of-00002.gguf", "..-00002-of-00002.gguf", "incomplete", cwd=tmp_path)
+    part(2**32 - 1, "m-00001-of-99999.gguf")
+    refused("m-00001-of-99999.gguf", "split.count", cwd=tmp_path)
+    part(3, "m-00001-of-00002.gguf")
+    refused("m-00001-of-00002.gguf", "name back", cwd=tmp_path)
+    os.mkfifo(tmp_path / "n-00002-of-00002.gguf")
+    part(2, "n-00001-of-00002.gguf")
+    refused("n-00001-of-00002.gguf", "n-00002-of-00002.gguf is not a regular file", cwd=tmp_path)

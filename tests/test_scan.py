@@ -276,7 +276,7 @@ def test_gamma_moves_the_threshold(write_model):
 def test_signature_is_left_out_with_a_reason(bert, monkeypatch):
     rows = qk.scan(bert, signature="none").rows
     assert all(r["positive_directions"] is None and "not asked" in r["reason"] for r in rows)
-    monkeypatch.setattr("qkform.scanner.SIGNATURE_SIZE", 8)
+    monkeypatch.setattr("qkform.scoring.SIGNATURE_SIZE", 8)
     auto = qk.scan(bert)
     assert all(r["positive_directions"] is None and "--signature all" in r["reason"] for r in auto.layers)
     assert all(r["positive_directions"] is not None and r["reason"] is None for r in auto.heads)
@@ -380,3 +380,25 @@ def test_a_notebook_shows_layers_and_obeys_no_markup(write_model):
     assert "<script>" not in shown
     assert "&lt;script&gt;" in shown
     assert shown.count("<tr>") == 3
+
+
+def test_heads_scored_in_parts_are_the_same_heads(write_model, monkeypatch):
+    from qkform import scoring
+
+    rng = np.random.default_rng(3)
+    tensors = {}
+    for side, heads in (("q", 6), ("k", 3)):
+        tensors[f"model.layers.0.self_attn.{side}_proj.weight"] = rng.normal(size=(heads * 5, 14))
+        tensors[f"model.layers.0.self_attn.{side}_proj.bias"] = rng.normal(size=heads * 5)
+    config = {"model_type": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 5}
+    folder = write_model(tensors, config)
+    whole = qk.scan(folder).rows
+    parts = []
+    groups = qk.BilinearForm.groups
+    monkeypatch.setattr(scoring, "AT_ONCE", 1)
+    monkeypatch.setattr(
+        qk.BilinearForm, "groups", lambda form, n: (parts.append(p) or p for p in groups(form, n))
+    )
+    assert qk.scan(folder).rows == whole
+    assert [(p.n_heads, p.n_kv_heads) for p in parts] == [(2, 1)] * 3
+    assert [row["kv_head"] for row in whole] == [None, 0, 0, 1, 1, 2, 2]

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qkform import errors as errors
     from qkform import report as report
+    from qkform import sites as sites
+    from qkform.differ import diff as diff
+    from qkform.differences import DiffTable as DiffTable
     from qkform.form import BilinearForm as BilinearForm
     from qkform.form import Signature as Signature
     from qkform.layouts import AttentionLayer as AttentionLayer
@@ -32,10 +35,13 @@ _HOME = {
     "AttentionLayer": "qkform.layouts",
     "ModelScores": "qkform.records",
     "ScoreTable": "qkform.records",
+    "DiffTable": "qkform.differences",
+    "diff": "qkform.differ",
     "layers": "qkform.scanner",
     "scan": "qkform.scanner",
     "errors": "qkform.errors",
     "report": "qkform.report",
+    "sites": "qkform.sites",
 }
 
 __all__ = sorted(_HOME)

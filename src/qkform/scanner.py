@@ -6,67 +6,28 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
-import numpy as np
-
-from qkform import __version__
 from qkform.checkpoints import Checkpoint, open_checkpoint
-from qkform.errors import ConfigError, QKFormError, SourceError
-from qkform.form import BilinearForm
+from qkform.checkpoints.adapter import AdapterFolder, is_adapter, open_adapter
+from qkform.checkpoints.hub_names import hub_name
+from qkform.errors import ConfigError, SourceError
+from qkform.form.change import change_form
 from qkform.layouts import AttentionLayer, Layout, Manual, Overrides, find_layers
+from qkform.layouts.transform import Changed, changed, check, extra_needs
+from qkform.options import Options
 from qkform.records import ModelScores, Row, ScoreTable
+from qkform.scoring import conventions, layer_rows
 
-Source = str | os.PathLike[str]
+if TYPE_CHECKING:
+    from qkform.sites import LiveModel
+
+Source = Any  # str or os.PathLike: a file, a folder, a hub id, sample:NAME; anything else: a live model
 Progress = Callable[[str, int, int], None]  # (source, layers done, layers in all)
 
-SIGNATURE_SIZE = 2048  # a whole layer's signature takes about a second at this size, and grows with its cube
 _STEP = re.compile(r"(?:checkpoint|global_?step|step|iter(?:ation)?)[-_=]?(\d+)", re.IGNORECASE)
-_SELF_ONLY = ("symmetry", "symmetry_z", "positive_directions", "negative_directions", "positive_energy")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a scan may be told beyond the source.
-
-    heads, kv_heads, head_dim   outrank the config
-    q, k                        tensor names with {layer}, for a layout that is not known; transposed: stored (in, out)
-    gamma                       standard deviations above the mean at which a row or column is an outlier
-    signature                   "auto" counts directions of every head, and of a whole layer up to 2048 of them;
-                                "all" of every layer, however long it takes; "none" of nothing
-    revision, token             of a hub id: branch, tag or commit (default: the main branch), and an access token
-    download                    of a hub id that has no safetensors: fetch whole files where ranges cannot do
-    fold_norm                   multiply W_Q and W_K by the gain of the norm that feeds them, and add its bias to theirs
-    bias                        score the extended form [x, 1] W [x, 1]^T, biases included
-    qk_norm                     multiply by the gains of the norms on queries and keys
-    offset                      rotary models: the form at this relative distance i - j, W_Q R(i - j) W_K^T
-    """
-
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    q: str | None = None
-    k: str | None = None
-    transposed: bool = False
-    gamma: float = 2.0
-    signature: Literal["auto", "all", "none"] = "auto"
-    revision: str | None = None
-    token: str | None = None
-    download: bool = False
-    fold_norm: bool = False
-    bias: bool = False
-    qk_norm: bool = False
-    offset: int | None = None
-
-    def __post_init__(self) -> None:
-        if not abs(self.gamma) <= 1e6:
-            raise ConfigError(
-                f"gamma is {self.gamma}; it must be a number of standard deviations, at most 1e6"
-            )
-        if self.signature not in ("auto", "all", "none"):
-            raise ConfigError(f"signature is {self.signature!r}; it must be auto, all or none")
 
 
 def layers(
@@ -94,7 +55,7 @@ def layers(
     options = Options(
         heads, kv_heads, head_dim, q, k, transposed, revision=revision, token=token, download=download
     )
-    return _released(_layout(_open(source, options), options).layers)
+    return _released(opened(source, options)[1].layers)
 
 
 def _released(found: Sequence[AttentionLayer]) -> Iterator[AttentionLayer]:
@@ -118,7 +79,7 @@ def scan(
     fold_norm: bool = False,
     bias: bool = False,
     qk_norm: bool = False,
-    offset: int | None = None,
+    offset: int | Sequence[int] | None = None,
     progress: Progress | None = None,
 ) -> ScoreTable:
     """The scores of every layer and head of one or more checkpoints or models.
@@ -146,38 +107,132 @@ def scan(
         fold_norm,
         bias,
         qk_norm,
-        offset,
+        tuple(offset) if isinstance(offset, Sequence) else offset,
     )
     if not sources:
         raise SourceError("no source; name a file, a folder, a hub id or sample:minilm")
-    return ScoreTable([_scanned(source, options, progress) for source in sources])
+    return ScoreTable([model for source in sources for model in _scanned(source, options, progress)])
 
 
-def _scanned(source: Source, options: Options, progress: Progress | None) -> ModelScores:
+def _scanned(source: Source, options: Options, progress: Progress | None) -> list[ModelScores]:
+    """The scores of a source, once for each distance that was asked for; of an adapter: base, delta and merged."""
     begin = time.perf_counter()
-    checkpoint = _open(source, options)
-    layout = _layout(checkpoint, options)
-    checkpoint.plan([need for layer in layout.layers for need in layer.needs()])
-    rows: list[Row] = []
+    found = _open(source, options)
+    if isinstance(found, Adapter):
+        return _adapted(found, options, progress, begin)
+    layout = _layout(found, options)
+    every = _each_distance(options, layout)
+    _plan(found, layout, every[0])
+    rows: list[list[Row]] = [[] for _ in every]
+    for layer in _counted(layout, found.source, progress):
+        for at_distance, one in zip(rows, every, strict=True):  # the layer keeps what it has read
+            at_distance += layer_rows(layer, one)
+    return [
+        _scores_of(found, layout, one, found.source, at_distance, begin)
+        for one, at_distance in zip(every, rows, strict=True)
+    ]
+
+
+def _adapted(
+    adapter: Adapter, options: Options, progress: Progress | None, begin: float
+) -> list[ModelScores]:
+    """A model without an adapter, what the adapter adds to every form, and the model with it."""
+    name = adapter.merged.source
+    layouts = [_layout(checkpoint, options) for checkpoint in (adapter.base, adapter.merged)]
+    every = _each_distance(options, layouts[0])
+    _plan(adapter.merged, layouts[1], every[0])
+    names = [f"{name} (base: {adapter.base.source})", f"{name} (delta)", f"{name} (merged)"]
+    rows: list[list[list[Row]]] = [[[] for _ in every] for _ in names]
+    merged_layers = _released(layouts[1].layers)
+    for before, after in zip(_counted(layouts[0], name, progress), merged_layers, strict=True):
+        for i, one in enumerate(every):
+            a, b = changed(before, one.changes), changed(after, one.changes)
+            rows[0][i] += layer_rows(before, one, a)
+            rows[1][i] += _delta_rows(before, one, a, b)
+            rows[2][i] += layer_rows(after, one, b)
+    return [
+        _scores_of(
+            checkpoint, layout, one, named, of_one, begin, adapter=adapter if k else None, delta=k == 1
+        )
+        for i, one in enumerate(every)
+        for k, (checkpoint, layout, named, of_one) in enumerate(
+            (
+                (adapter.base, layouts[0], names[0], rows[0][i]),
+                (adapter.merged, layouts[0], names[1], rows[1][i]),
+                (adapter.merged, layouts[1], names[2], rows[2][i]),
+            )
+        )
+    ]
+
+
+def _delta_rows(layer: AttentionLayer, options: Options, a: Changed, b: Changed) -> list[Row]:
+    """Rows of W_merged - W_base; where the adapter changes nothing, that is the reason."""
+    forms = (change_form(a.form, b.form), change_form(a.unextended, b.unextended))
+    rows = layer_rows(layer, options, Changed(*forms, a.flags))
+    for row in rows:
+        if row["norm"] == 0.0:
+            row["reason"] = "the adapter does not change it"
+    return rows
+
+
+def _each_distance(options: Options, layout: Layout) -> list[Options]:
+    """The options once for each distance, checked against the layers before a weight is read."""
+    every = [replace(options, offset=offset) for offset in options.offsets]
+    for one in every:
+        check(layout.layers, one.changes)
+    return every
+
+
+def _plan(checkpoint: Checkpoint | LiveModel, layout: Layout, options: Options) -> None:
+    needs = [(*layer.needs(), *extra_needs(layer, options.changes)) for layer in layout.layers]
+    checkpoint.plan([need for of_layer in needs for need in of_layer])
+
+
+def _counted(layout: Layout, name: str, progress: Progress | None) -> Iterator[AttentionLayer]:
+    """The layers one after the other, telling `progress` how many are done."""
     for done, layer in enumerate(_released(layout.layers)):
         if progress is not None:
-            progress(checkpoint.source, done, len(layout.layers))
-        rows += layer_rows(layer, options)
+            progress(name, done, len(layout.layers))
+        yield layer
     if progress is not None:
-        progress(checkpoint.source, len(layout.layers), len(layout.layers))
+        progress(name, len(layout.layers), len(layout.layers))
+
+
+def _scores_of(
+    checkpoint: Checkpoint | LiveModel,
+    layout: Layout,
+    options: Options,
+    source: str,
+    rows: list[Row],
+    begin: float,
+    *,
+    adapter: Adapter | None = None,
+    delta: bool = False,
+) -> ModelScores:
+    live = checkpoint.format == "live"  # where it came from says nothing about how far it was trained since
+    told = conventions(options)
+    if delta:
+        told |= {"form": "W_merged - W_base per head: what the adapter adds to the form. " + told["form"]}
     return ModelScores(
-        source=checkpoint.source,
+        source=source,
         format=checkpoint.format,
         model_type=layout.model_type,
         bytes_read=checkpoint.bytes_read,
         wall_seconds=time.perf_counter() - begin,
-        conventions=conventions(options),
+        conventions=told,
         skipped=list(layout.skipped),
         rows=rows,
-        revision=checkpoint.revision,
-        step=step_of(checkpoint.source, options.revision),
-        offset=options.offset,
+        revision=checkpoint.revision if adapter is None else adapter.revision,
+        step=None if live else step_of(checkpoint.source, options.revision),
+        offset=options.distance,
     )
+
+
+def opened(source: Source, options: Options) -> tuple[Checkpoint | LiveModel, Layout]:
+    """A source as its checkpoint and the layers found in it; an adapter is the model with it. Only headers are read."""
+    found = _open(source, options)
+    checkpoint = found.merged if isinstance(found, Adapter) else found
+    return checkpoint, _layout(checkpoint, options)
 
 
 def step_of(source: str, revision: str | None = None) -> int | None:
@@ -189,131 +244,71 @@ def step_of(source: str, revision: str | None = None) -> int | None:
     return None
 
 
-def _open(source: Source, options: Options) -> Checkpoint:
+class Adapter(NamedTuple):
+    """A model, and the same model with an adapter in its weights."""
+
+    base: Checkpoint
+    merged: Checkpoint
+    revision: str | None  # of the adapter, where it is the hub's
+
+
+def _open(source: Source, options: Options) -> Checkpoint | LiveModel | Adapter:
     if not isinstance(source, (str, os.PathLike)):
-        raise SourceError(
-            f"a source is a path, a hub id or sample:NAME, not a {type(source).__name__}; for weights in memory use "
-            "qkform.BilinearForm(w_q, w_k), or save the model and scan the folder"
-        )
+        from qkform.sites import open_live
+
+        if options.revision is not None:
+            raise SourceError(f"a {type(source).__name__} in memory has no revisions; leave out revision")
+        return open_live(source)
     name = os.fspath(source)
     if not name:
         raise SourceError("the source is empty; name a file, a folder, a hub id or sample:minilm")
+    hub = hub_name(name) if isinstance(source, str) else None
+    if hub is not None and (hub.explicit or not os.path.lexists(name)):
+        found = _from_hub(name, options.revision, options)
+        return _adapter(found, name, options) if isinstance(found, AdapterFolder) else found
+    if options.revision:
+        raise ConfigError(f"{name[:200]!r} is no hub id, so it has no revision {options.revision[:80]!r}")
     if name.startswith("sample:"):
         from qkform import samples
 
         return open_checkpoint(samples.fetch(name.removeprefix("sample:")), source=name)
     try:
-        return open_checkpoint(Path(name).expanduser(), source=name)
+        path = Path(name).expanduser()
     except RuntimeError as error:  # no such user, or no home
         raise SourceError(f"cannot find {name[:200]!r}: {error}") from None
+    if is_adapter(path):
+        return _adapter(AdapterFolder(path, None), name, options)
+    return open_checkpoint(path, source=name)
 
 
-def _layout(checkpoint: Checkpoint, options: Options) -> Layout:
+def _from_hub(name: str, revision: str | None, options: Options) -> Checkpoint | AdapterFolder:
+    from qkform.checkpoints.hub import open_hub
+
+    return open_hub(name, revision=revision, token=options.token, download=options.download, source=name)
+
+
+def _adapter(folder: AdapterFolder, name: str, options: Options) -> Adapter:
+    def base_from_hub(base: str, revision: str | None) -> Checkpoint:
+        found = _from_hub(base, revision, options)
+        if isinstance(found, AdapterFolder):
+            raise SourceError(f"{name[:200]}: its base {base[:200]!r} is itself an adapter")
+        return found
+
+    base, merged = open_adapter(folder.path, name, open_hub=base_from_hub)
+    return Adapter(base, merged, folder.revision)
+
+
+def _layout(checkpoint: Checkpoint | LiveModel, options: Options) -> Layout:
+    overrides = Overrides(options.heads, options.kv_heads, options.head_dim)
+    manual = Manual(options.q, options.k, options.transposed)
+    if checkpoint.format == "live":
+        return cast("LiveModel", checkpoint).find(overrides, manual)
     return find_layers(
         checkpoint.tensors,
         checkpoint.config,
         checkpoint.read,
         source=checkpoint.source,
         config_name=str(checkpoint.config_path) if checkpoint.config_path else None,
-        overrides=Overrides(options.heads, options.kv_heads, options.head_dim),
-        manual=Manual(options.q, options.k, options.transposed),
+        overrides=overrides,
+        manual=manual,
     )
-
-
-def layer_rows(layer: AttentionLayer, options: Options) -> list[Row]:
-    """The row of the whole layer, then one per head."""
-    form = layer.form
-    try:
-        return _rows(layer, form.total(), options, heads=False) + _rows(layer, form, options, heads=True)
-    except QKFormError as error:
-        raise type(error)(f"{layer.module}: {error}") from None
-
-
-def _rows(layer: AttentionLayer, form: BilinearForm, options: Options, *, heads: bool) -> list[Row]:
-    scores, reason = _scores(layer, form, options, heads=heads)
-    defects = form.defects()
-    no_outliers = form.no_outliers(options.gamma)
-    rows = []
-    for i in range(form.n_heads):
-        row: Row = {
-            "component": layer.component,
-            "module": layer.module,
-            "layer": layer.layer,
-            "shared_by": list(layer.shared_by) if layer.shared_by else None,
-            "head": i if heads else None,
-            "kv_head": form.kv_head(i) if heads else None,
-            "attention": layer.attention,
-            "part": layer.part,
-            "mask": layer.mask,
-            "d_model": layer.d_model,
-            "d_head": layer.d_head,
-        }
-        row |= {name: _plain(values[i]) if values is not None else None for name, values in scores.items()}
-        for name in ("positive_directions", "negative_directions"):
-            row[name] = None if row[name] is None else int(row[name])
-        row["flags"] = [*layer.flags, *(["no_outliers"] if no_outliers[i] else [])]
-        row["reason"] = defects[i] or reason or _undefined(row)
-        rows.append(row)
-    return rows
-
-
-def _scores(
-    layer: AttentionLayer, form: BilinearForm, options: Options, *, heads: bool
-) -> tuple[dict[str, Any], str | None]:
-    """Every score as an array, None where the whole layer has none, and the reason for that."""
-    scores: dict[str, Any] = dict.fromkeys(_SELF_ONLY)
-    reason = None
-    if layer.attention == "cross":
-        reason = "cross-attention: queries and keys come from different sequences, so W has no symmetry"
-    else:
-        scores["symmetry"], scores["symmetry_z"] = form.symmetry(), form.symmetry_z()
-        size = min(form.d_model, 2 * form.d_head)
-        if options.signature == "none":
-            reason = "signature not asked for"
-        elif options.signature == "auto" and size > SIGNATURE_SIZE:
-            reason = f"signature of {size} directions is left out; --signature all computes it"
-        else:
-            for name, values in zip(_SELF_ONLY[2:], form.signature(), strict=True):
-                scores[name] = values
-    scores["directionality"] = form.directionality(options.gamma)
-    scores["row_excess"] = form.row_excess(options.gamma)
-    scores["column_excess"] = form.column_excess(options.gamma)
-    for name in ("norm", "effective_rank", "bias_share"):
-        scores[name] = getattr(form, name)()
-    return scores, reason
-
-
-def _plain(value: Any) -> float | None:
-    return float(value) if np.isfinite(value) else None
-
-
-def _undefined(row: Row) -> str | None:
-    """Why a score of a head with sound weights is null."""
-    if row["norm"] is None or row["row_excess"] is None:
-        return "W is beyond the range of float64"
-    if row["bias_share"] is None:
-        return "the biases hold NaN or infinity"
-    if row["positive_energy"] is None:
-        return "W is skew: its symmetric part has no directions"
-    if row["symmetry_z"] is None:
-        return "d_model is 1: random weights have the same symmetry"
-    return None
-
-
-def conventions(options: Options) -> dict[str, Any]:
-    """What was assumed, for the record: formulas, signs, and what is in the form and what is not."""
-    return {
-        "version": f"qkform {__version__}",
-        "form": "W = W_Q W_K^T per head, rows query side, columns key side; a layer is the sum over its heads",
-        "symmetry": "tr(W W) / ||W||_F^2 in [-1, 1]; random weights have mean 1/d_model",
-        "symmetry_z": "(symmetry - 1/d_model) / standard deviation of random weights with the same spectrum",
-        "directionality": "(R - C) / (R + C) in [-1, 1]; negative: columns (key side) dominate",
-        "excess": "R, C: sum of (norm - threshold) over row, column norms above mean + gamma * std (ddof 1)",
-        "gamma": options.gamma,
-        "signature": f"eigenvalues of (W + W^T)/2 above 1e-8 of the largest in size; {options.signature}",
-        "biases": "not in the form; bias_share is 1 - ||W||^2 / ||W with biases||^2",
-        "norm_gains": "not in the form",
-        "rotary": "not in the form (relative distance 0)",
-        "qk_norm": "not in the form; layers that have it are flagged qk_norm",
-        "precision": "products in the weights' precision, at least float32; sums in float64",
-    }

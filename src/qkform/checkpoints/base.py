@@ -30,7 +30,7 @@ class TensorInfo:
 
     def head(self, rows: int | None) -> TensorInfo:
         """The first `rows` rows alone; all of it for None."""
-        if rows is None or rows >= self.shape[0]:
+        if rows is None or not self.shape or rows >= self.shape[0]:
             return self
         return replace(self, shape=(rows, *self.shape[1:]), nbytes=self.nbytes // self.shape[0] * rows)
 
@@ -38,14 +38,35 @@ class TensorInfo:
 FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "bfloat16"}  # both formats use these words
 
 
+CODES = {  # what quantised weights and their scales are stored as, in safetensors' words
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I8": "<i1",
+    "U8": "<u1",
+    "I16": "<i2",
+    "I32": "<i4",
+    "I64": "<i8",
+}
+
+
 def as_floats(raw: NDArray[np.uint8], info: TensorInfo) -> NDArray[Any]:
     """Bytes as the array of a plain floating type that they store; `info.dtype` is one of `FLOATS`."""
-    if info.dtype == "BF16":
+    return _viewed(raw, info, FLOATS[info.dtype])
+
+
+def as_codes(raw: NDArray[np.uint8], info: TensorInfo) -> NDArray[Any]:
+    """Bytes as the array that they store; `info.dtype` is one of `FLOATS` or `CODES`."""
+    return _viewed(raw, info, FLOATS.get(info.dtype) or CODES[info.dtype])
+
+
+def _viewed(raw: NDArray[np.uint8], info: TensorInfo, word: str) -> NDArray[Any]:
+    if word[0] == "<":
+        dtype = np.dtype(word)
+    else:
         import ml_dtypes
 
-        dtype = np.dtype(ml_dtypes.bfloat16)
-    else:
-        dtype = np.dtype(FLOATS[info.dtype])
+        dtype = np.dtype(getattr(ml_dtypes, word))
     array: NDArray[Any] = raw.view(dtype).reshape(info.shape)
     return array
 
@@ -84,6 +105,13 @@ class Checkpoint(Protocol):
 
     def read(self, name: str, rows: int | None = None) -> NDArray[Any]:
         """The tensor, or its first `rows` rows, as numpy of a floating type (bfloat16 as ml_dtypes')."""
+
+
+class Coded(Protocol):
+    """A checkpoint that also hands out codes and scales as they are stored."""
+
+    def stored(self, name: str, rows: int | None = None) -> NDArray[Any]:
+        """The tensor, or its first `rows` rows, in its own type: whole numbers and 8-bit floats included."""
 
 
 class ByteReader:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ MAX_TENSORS = 100_000  # large mixtures of experts have thousands
 MAX_KEYS = 10_000  # models have fewer than a hundred
 MAX_NAME_BYTES = 1_024  # of a key or a tensor; real ones stay under 128
 MAX_ARRAY = 1_024  # items; a longer array is a vocabulary, not a setting
+MAX_PARTS = 1_024  # of a split model; the largest there are have about a hundred
 MAX_DIMS = 4  # ggml has no more
 MAX_ALIGNMENT = 2**20
 BLOCK_ELEMENTS = 2**18  # decoded at a time: 1 MiB as float32, and a few times that inside the package
@@ -34,10 +36,16 @@ _LETTERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _SCALARS = {code: struct.Struct("<" + letter) for code, letter in _LETTERS.items()}
 _U32, _U64 = _SCALARS[4], _SCALARS[10]
 _SKIPPED = object()
+_PART = re.compile(r"(?P<stem>.*)-[0-9]{5}-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
+_Contents = tuple[Mapping[str, Any], Mapping[str, TensorInfo]]
 
 
 class GGUFCheckpoint(Local):
-    """The tensors of one GGUF file; `config` is its metadata without long arrays and lists of words."""
+    """The tensors of one GGUF model, in one file or in the parts that llama-gguf-split makes of it.
+
+    `path` is any of the parts; `config` is the metadata, which the first part holds, without long arrays and lists
+    of words.
+    """
 
     format = "gguf"
     config_path: Path | None = None
@@ -45,13 +53,10 @@ class GGUFCheckpoint(Local):
     def __init__(self, source: str, path: Path, reader: ByteReader) -> None:
         self.source = source
         self._reader = reader
-        with opening(path) as file:
-            header = _Header(file, path, reader)
-            n_tensors, n_keys = _read_counts(header)
-            config = _read_metadata(header, n_keys)
-            _refuse_split(config, path)
-            alignment = _alignment(config, path)
-            tensors = _read_tensor_table(header, n_tensors, alignment)
+        config, tensors = _read_file(path, reader)
+        count = _parts(config, path)
+        if count > 1:
+            config, tensors = _read_parts(path, count, reader, {path: (config, tensors)})
         self.config: Mapping[str, Any] | None = config
         self.tensors: Mapping[str, TensorInfo] = tensors
 
@@ -237,16 +242,62 @@ def _read_value(header: _Header, what: str) -> Any:
     return [value for (value,) in item.iter_unpack(header.take(length * item.size, what))]
 
 
-def _refuse_split(config: Mapping[str, Any], path: Path) -> None:
+def _read_file(path: Path, reader: ByteReader) -> _Contents:
+    """(metadata, tensors) of one file."""
+    with opening(path) as file:
+        header = _Header(file, path, reader)
+        n_tensors, n_keys = _read_counts(header)
+        config = _read_metadata(header, n_keys)
+        alignment = _alignment(config, path)
+        return config, _read_tensor_table(header, n_tensors, alignment)
+
+
+def _parts(config: Mapping[str, Any], path: Path) -> int:
+    """In how many files the model is: 1 where it is not split."""
     count = config.get("split.count", 1)
-    if count == 1 or count == 0:
-        return
-    part = config.get("split.no")
-    which = f"part {part + 1}" if isinstance(part, int) else "one part"
-    raise SourceError(
-        f"{path} is {which} of a GGUF model split into {str(count)[:40]} files, which is not read yet; "
-        "merge them with `llama-gguf-split --merge FIRST_PART MERGED` (a command of llama.cpp)"
-    )
+    if type(count) is not int or not 0 <= count <= MAX_PARTS:
+        raise CheckpointError(
+            f"{path} has split.count {str(count)[:40]!r}; a number of files up to {MAX_PARTS:,} is needed"
+        )
+    return max(count, 1)
+
+
+def _read_parts(path: Path, count: int, reader: ByteReader, read: Mapping[Path, _Contents]) -> _Contents:
+    """(metadata of the first part, tensors of all), each part checked against its name."""
+    name = _PART.fullmatch(path.name)
+    if name is None or int(name["count"]) != count:
+        raise SourceError(
+            f"{path} is one of {count} parts of a GGUF model, which are found by their names, "
+            f"NAME-00001-of-{count:05d}.gguf and so on; give it the name back that it had"
+        )
+    files = [path.with_name(f"{name['stem']}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise CheckpointError(
+            f"{path} is one of {count} parts of a GGUF model, and {', '.join(missing[:5])}"
+            f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''} "
+            f"{'is' if len(missing) == 1 else 'are'} not in {path.parent}: the download is incomplete"
+        )
+    tensors: dict[str, TensorInfo] = {}
+    whole: Mapping[str, Any] = {}
+    for number, file in enumerate(files):
+        config, found = read.get(file) or _read_file(file, reader)
+        if config.get("split.no") != number or config.get("split.count") != count:
+            raise CheckpointError(
+                f"{file} says that it is part {str(config.get('split.no'))[:40]} (from 0) of "
+                f"{str(config.get('split.count'))[:40]}, and its name says {number} of {count}"
+            )
+        for tensor, info in found.items():
+            if tensor in tensors:
+                raise CheckpointError(f"tensor {tensor!r} is in both {tensors[tensor].file} and {file}")
+            tensors[tensor] = info
+        whole = whole or config
+    promised = whole.get("split.tensors.count", len(tensors))
+    if promised != len(tensors):
+        raise CheckpointError(
+            f"{files[0]} promises {str(promised)[:40]} tensors, and its {count} parts hold {len(tensors)}"
+        )
+    return whole, tensors
 
 
 def _alignment(config: Mapping[str, Any], path: Path) -> int:

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qkform.checkpoints.base import ByteReader, Checkpoint, opening, read_config, regular_file
+from qkform.checkpoints.prefixes import plain_names
+from qkform.checkpoints.quantised import dequantised
 from qkform.checkpoints.safetensors import SafetensorsCheckpoint, read_index
 from qkform.errors import CheckpointError, SourceError
 
-INDEX_SUFFIX = ".safetensors.index.json"
-_UNREAD = (".bin", ".pt", ".pth", ".onnx", ".npz", ".h5", ".msgpack", ".ckpt")
+SAFETENSORS, GGUF, ONNX, NPZ = (".safetensors",), (".gguf",), (".onnx",), (".npz",)
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+INDEX = ".index.json"
+READ = (*SAFETENSORS, *PICKLED, *GGUF, *ONNX, *NPZ)  # of several formats in a folder the first is taken
+
+_UNREAD = {
+    ".h5": "Keras or TensorFlow",
+    ".keras": "Keras",
+    ".msgpack": "Flax",
+    ".pb": "TensorFlow",
+    ".tflite": "TensorFlow Lite",
+    ".mlmodel": "Core ML",
+    ".npy": "a single numpy array, and a model has several, by name: numpy.savez",
+    ".pkl": "a pickle of any kind",
+    ".pickle": "a pickle of any kind",
+    ".joblib": "a pickle of any kind",
+    ".ggml": "GGML, before GGUF",
+}
+# Beside a model's weights, and none.
+_NO_WEIGHTS = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|tokenizer|vocab|adapter_model|zero_pp_rank"
+    r"|.*optim_states|consolidated_params).*"
+)
+_SHARD = re.compile(r"(?P<stem>.*)-(?P<no>[0-9]{1,6})-of-(?P<count>[0-9]{1,6})(?P<suffix>\.[^.]+)", re.DOTALL)
+_CONVERT = "save the model as safetensors (`model.save_pretrained(folder)`) and scan that folder"
 
 
 def open_checkpoint(path: Path, source: str | None = None) -> Checkpoint:
-    """Open a .safetensors or .gguf file, an index, or a folder that holds a model.
+    """Open a file of weights, an index, or a folder that holds a model.
 
-    `source` is the name to report (the path itself by default). Raises SourceError, CheckpointError or ConfigError.
+    Reads safetensors, PyTorch's .bin, .pt, .pth and .ckpt, GGUF, ONNX and .npz; wrappers are taken out of the names and
+    quantised weights come out as floats. `source` is the name to report (the path itself by default).
+    Raises SourceError, CheckpointError, ConfigError or MissingExtra.
     """
     source = str(path) if source is None else source
     try:
@@ -29,7 +57,12 @@ def open_checkpoint(path: Path, source: str | None = None) -> Checkpoint:
         ) from None
     if not exists:
         raise SourceError(f"no file or folder named {source!r}{_hint(source)}")
-    return _open_folder(path, source) if is_folder else _open_file(path, source)
+    return logical(_open_folder(path, source) if is_folder else _open_file(path, source))
+
+
+def logical(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint under its model's own names, quantised weights as floats. Every format passes through here."""
+    return dequantised(plain_names(checkpoint))
 
 
 def _hint(source: str) -> str:
@@ -43,91 +76,121 @@ def _hint(source: str) -> str:
 
 
 def _open_file(path: Path, source: str) -> Checkpoint:
-    reader = ByteReader()
-    if path.name.endswith(INDEX_SUFFIX):
-        return _open_index(path, source, reader)
+    if path.name.endswith(INDEX):
+        return _open_index(path, source)
     with opening(path) as file:
         magic = file.read(4)
+    suffix = path.suffix.lower()
     if magic == b"GGUF":
-        return _open_gguf(path, source, reader)
-    if path.suffix.lower() == ".json":
+        return _open_files([path], source, ".gguf")
+    if suffix == ".json":
         raise SourceError(f"{source} is a JSON file, not weights; scan the folder it lies in: {path.parent}")
-    if path.suffix.lower() in _UNREAD:
-        raise SourceError(
-            f"{source} is a {path.suffix} file, which is not read yet; save the model as safetensors "
-            "(`model.save_pretrained(folder)`) and scan that folder"
-        )
-    config, config_path = _config_beside(path.parent, reader)
-    return SafetensorsCheckpoint(source, [path], reader, config, config_path)
+    if suffix in _UNREAD:
+        raise SourceError(f"{source} is a {suffix} file ({_UNREAD[suffix]}), which is not read; {_CONVERT}")
+    return _open_files([path], source, suffix)
 
 
 def _open_folder(folder: Path, source: str) -> Checkpoint:
-    reader = ByteReader()
     try:
         names = sorted(p.name for p in folder.iterdir())
     except OSError as error:
         raise SourceError(f"cannot list {source}: {error.strerror or error}") from None
-    indexes = [n for n in names if n.endswith(INDEX_SUFFIX)]
-    single = [n for n in names if n.endswith(".safetensors")]
-    gguf = [n for n in names if n.lower().endswith(".gguf")]
-    if "model.safetensors" in single and "model" + INDEX_SUFFIX not in indexes:
-        single, indexes = ["model.safetensors"], []
-    if "model" + INDEX_SUFFIX in indexes:
-        indexes = ["model" + INDEX_SUFFIX]
-    if len(indexes) == 1:
-        return _open_index(folder / indexes[0], source, reader)
-    if len(indexes) > 1:
+    for suffixes in (SAFETENSORS, PICKLED, GGUF, ONNX, NPZ):
+        found = _choose(folder, names, suffixes, source)
+        if found is not None:
+            return found
+    if "adapter_config.json" in names:
         raise SourceError(
-            f"{source} holds several models ({', '.join(indexes[:5])}); name one of these files"
+            f"{source} holds an adapter and no model; the base that it names is scanned with it"
         )
-    if len(single) == 1 or _one_set_of_shards(single):
-        config, config_path = _config_beside(folder, reader)
-        return SafetensorsCheckpoint(source, [folder / n for n in single], reader, config, config_path)
-    if len(single) > 1:
-        raise SourceError(
-            f"{source} holds {len(single)} safetensors files and no index ({', '.join(single[:5])}"
-            f"{', ...' if len(single) > 5 else ''}); name one of them"
-        )
-    if len(gguf) == 1:
-        return _open_gguf(folder / gguf[0], source, reader)
-    if gguf:
-        raise SourceError(f"{source} holds several GGUF files ({', '.join(gguf[:5])}); name one of them")
-    other = [n for n in names if n.endswith(_UNREAD)]
+    other = [n for n in names if Path(n).suffix.lower() in _UNREAD]
     if other:
         raise SourceError(
-            f"{source} holds weights only as {', '.join(other[:3])}, which is not read yet; "
-            "save the model as safetensors (`model.save_pretrained(folder)`) and scan that folder"
+            f"{source} holds weights only as {', '.join(other[:3])}, which is not read; {_CONVERT}"
         )
     raise SourceError(
-        f"{source} holds no weights (looked for *.safetensors and *.gguf among {len(names)} files); "
+        f"{source} holds no weights (looked for {', '.join('*' + s for s in READ)} among {len(names)} files); "
         "name the folder that holds the model's weights"
     )
 
 
-def _one_set_of_shards(names: list[str]) -> bool:
+def _choose(folder: Path, names: Sequence[str], suffixes: Sequence[str], source: str) -> Checkpoint | None:
+    """The model of one format in a folder, None where there is none."""
+    files = [n for n in names if Path(n).suffix.lower() in suffixes and not _NO_WEIGHTS.fullmatch(n)]
+    indexes = [n for n in names if n.endswith(tuple(s + INDEX for s in suffixes))]
+    for stem in ("model", "pytorch_model"):
+        for suffix in suffixes:
+            if stem + suffix + INDEX in indexes:
+                return _open_index(folder / (stem + suffix + INDEX), source)
+            if stem + suffix in files:
+                return _open_files([folder / (stem + suffix)], source, suffix)
+    if len(indexes) == 1:
+        return _open_index(folder / indexes[0], source)
+    if len(indexes) > 1:
+        raise SourceError(
+            f"{source} holds several models ({', '.join(indexes[:5])}); name one of these files"
+        )
+    if not files:
+        return None
+    suffix = Path(files[0]).suffix.lower()
+    if len(files) == 1 or _one_set_of_shards(files):
+        return _open_files([folder / n for n in files], source, suffix)
+    sets = {m["stem"] for n in files if (m := _SHARD.fullmatch(n))}
+    if suffix == ".gguf" and len(sets) == 1 and all(_SHARD.fullmatch(n) for n in files):
+        return _open_files([folder / files[0]], source, suffix)  # parts are missing: it says which
+    raise SourceError(
+        f"{source} holds {len(files)} {suffix.removeprefix('.')} files and no index ({', '.join(files[:5])}"
+        f"{', ...' if len(files) > 5 else ''}); name one of them"
+    )
+
+
+def _one_set_of_shards(names: Sequence[str]) -> bool:
     """True for a complete set model-00001-of-0000N.safetensors .. without its index."""
-    stems = [n.removesuffix(".safetensors").rsplit("-", 3) for n in names]
-    if not names or any(
-        len(s) != 4 or s[2] != "of" or not (s[3].isascii() and s[3].isdigit()) for s in stems
-    ):
-        return False
-    return len({(s[0], s[3]) for s in stems}) == 1 and len(names) == int(stems[0][3])
+    shards = [_SHARD.fullmatch(n) for n in names]
+    sets = {(s["stem"], s["count"], s["suffix"]) if s else None for s in shards}
+    return len(sets) == 1 and shards[0] is not None and len(names) == int(shards[0]["count"])
 
 
-def _open_index(path: Path, source: str, reader: ByteReader) -> Checkpoint:
+def _open_index(path: Path, source: str) -> Checkpoint:
+    reader = ByteReader()
     places = read_index(path, reader)
-    config, config_path = _config_beside(path.parent, reader)
-    files = sorted(set(places.values()))
+    suffix = Path(path.name.removesuffix(INDEX)).suffix.lower()
     try:
-        return SafetensorsCheckpoint(source, files, reader, config, config_path, places)
+        return _open_files(sorted(set(places.values())), source, suffix, reader, places)
     except CheckpointError as error:
         raise CheckpointError(f"{error} (shards as in {path.name})") from None
 
 
-def _open_gguf(path: Path, source: str, reader: ByteReader) -> Checkpoint:
-    from qkform.checkpoints.gguf import GGUFCheckpoint
+def _open_files(
+    files: list[Path],
+    source: str,
+    suffix: str,
+    reader: ByteReader | None = None,
+    places: Mapping[str, Path] | None = None,
+) -> Checkpoint:
+    reader = ByteReader() if reader is None else reader
+    if suffix in GGUF:
+        from qkform.checkpoints.gguf import GGUFCheckpoint
 
-    return GGUFCheckpoint(source, path, reader)
+        return GGUFCheckpoint(source, files[0], reader)
+    config, config_path = _config_beside(files[0].parent, reader)
+    if (
+        config is None and suffix in ONNX and files[0].parent.absolute().name == "onnx"
+    ):  # as exporters lay it out
+        config, config_path = _config_beside(files[0].parent.absolute().parent, reader)
+    if suffix in PICKLED:
+        from qkform.checkpoints.pickled import PickledCheckpoint
+
+        return PickledCheckpoint(source, files, reader, config, config_path, places)
+    if suffix in NPZ:
+        from qkform.checkpoints.npz import NpzCheckpoint
+
+        return NpzCheckpoint(source, files[0], reader, config, config_path)
+    if suffix in ONNX:
+        from qkform.checkpoints.onnx import OnnxCheckpoint
+
+        return OnnxCheckpoint(source, files[0], reader, config, config_path)
+    return SafetensorsCheckpoint(source, files, reader, config, config_path, places)
 
 
 def _config_beside(folder: Path, reader: ByteReader) -> tuple[Mapping[str, Any] | None, Path | None]:

@@ -304,13 +304,11 @@ class BilinearForm:
             return xp.permute_dims(xp.reshape(w, (1, w.shape[0] * w.shape[1], w.shape[2])), (0, 2, 1))
 
         def over_group(w: Array, dtype: Any = self._dtype) -> Array:  # (n_heads, ...) -> (n_kv_heads, ...)
-            w = arrays.to(w, dtype)
-            if group == 1:
-                return w
-            parts = [w[j::group, ...] for j in range(group)]
-            out = parts[0] + parts[1]
-            for part in parts[2:]:
-                out = out + part
+            out = arrays.to(
+                w[0::group, ...], dtype
+            )  # one head of each group at a time: no wide copy of them all
+            for j in range(1, group):
+                out = out + arrays.to(w[j::group, ...], dtype)
             return out
 
         bias: dict[str, Array] = {}
@@ -337,6 +335,22 @@ class BilinearForm:
             b_q=None if self.b_q is None else self.b_q[q : q + 1, ...],
             b_k=None if self.b_k is None else self.b_k[k : k + 1, ...],
         )
+
+    def groups(self, per_part: int) -> Iterator[BilinearForm]:
+        """The same heads in order, as forms of `per_part` key heads each (the last may have fewer).
+
+        Scores need widened copies of the heads they are read from: in parts, only a part of them at a time.
+        """
+        size = self.n_heads // self.n_kv_heads
+        for start in range(0, self.n_kv_heads, max(per_part, 1)):
+            keys = slice(start, start + max(per_part, 1))
+            queries = slice(keys.start * size, keys.stop * size)
+            yield BilinearForm(
+                self.w_q[queries, ...],
+                self.w_k[keys, ...],
+                b_q=None if self.b_q is None else self.b_q[queries, ...],
+                b_k=None if self.b_k is None else self.b_k[keys, ...],
+            )
 
     def matrix(self) -> Array:
         """W itself, d x d: (n_heads, d_model, d_model) in the working precision (at least float32).

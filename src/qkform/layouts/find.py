@@ -20,10 +20,12 @@ from qkform.layouts.match import MAX_NAME, HasShape, Place, modules_of, place, p
 from qkform.layouts.naming import is_cross, pairs
 from qkform.layouts.order import WHOLE
 from qkform.layouts.outside import translated
+from qkform.layouts.rotary import Positions, positions, qk_norm_kind
 from qkform.layouts.rules import Family, Note, Rule, bias_of
 from qkform.layouts.scopes import Candidate as ConfigPart
 from qkform.layouts.scopes import Projection, path_words, solve
 from qkform.layouts.scopes import candidates as config_parts
+from qkform.layouts.transform import QKNorms
 
 # what models call the norms on queries and keys, inside the attention module
 QK_NORMS = (
@@ -192,12 +194,15 @@ class _Finder:
         scope = Scope(self.config, rule, self.where, self.arch)
         norm, norm_kind = self._norm(rule, scope, found.place)
         flags = () if block else ("by_names",)
-        facts = {
+        facts: dict[str, Any] = {
             "mask": self._undoubted(_mask(rule, scope)),
             "norm": norm,
             "norm_kind": norm_kind,
             "flags": flags,
         }
+        part = self._part_of(found.place.module)
+        facts["positions"] = self._positions(rule.family, scope, found.place.layer, part)
+        facts["norm_bias"] = f"{norm}.bias" if norm and f"{norm}.bias" in self.tensors else None
         yield from latent_layers(found, size, self.tensors, self.read, facts)
 
     def _undoubted(self, mask: Mask) -> Mask:
@@ -240,9 +245,19 @@ class _Finder:
             attention="cross" if q.inputs != k.inputs or self._reduced(at.module) else rule.attention,
             qk_norm=rule.qk_norm or QK_NORMS,
         )
-        layer = self._layer(rule, q_name, at)
+        layer = self._layer(rule, q_name, at, self._part_of(at.module))
         if layer is not None:
             yield layer if block else replace(layer, flags=(*layer.flags, "by_names"))
+
+    def _part_of(self, module: str) -> Mapping[str, Any] | None:
+        """The sub-config that names a model type of its own and is the only one that a path points to."""
+        path = path_words(module)
+        pointed = [c.values for c in self.parts if c.points_to(path) and "model_type" in c.values]
+        return pointed[0] if len(pointed) == 1 else None
+
+    def _positions(self, family: str, scope: Scope, layer: int, part: Mapping[str, Any] | None) -> Positions:
+        config = scope.config if part is None else part
+        return positions(family, self.arch, config, scope.where, layer, self.tensors)
 
     def _keys_from(self, rule: Rule, at: Place) -> Place:
         """Where the keys of a layer are: in another one, if the last layers share the keys of those before them."""
@@ -264,7 +279,9 @@ class _Finder:
         rest = at.module.removeprefix(at.component).lstrip(".").partition(".")[2]
         return Place(f"{at.component}.{same[-1]}.{rest}".strip("."), at.component, same[-1])
 
-    def _layer(self, rule: Rule, q_name: str, at: Place) -> AttentionLayer | None:
+    def _layer(
+        self, rule: Rule, q_name: str, at: Place, part: Mapping[str, Any] | None = None
+    ) -> AttentionLayer | None:
         module = at.module
         dot = "." if module else ""
         keys_at = self._keys_from(rule, at)
@@ -285,8 +302,9 @@ class _Finder:
             )
         layer, shared_by = self._sharing(rule, scope, at.layer)
         norm, norm_kind = self._norm(rule, scope, at)
-        norms = tuple(f"{module}{dot}{n}" for n in rule.qk_norm)
-        normed = not self.paths.isdisjoint(norms) or self._norm_without_weights(rule, at)
+        known_positions = self._positions(rule.family, scope, at.layer, part)
+        qk_norms = self._qk_norms(rule, known_positions.kinds, f"{module}{dot}", size)
+        normed = qk_norms is not None or self._norm_without_weights(rule, at)
         q_part, k_part = rule.q_part, rule.k_part
         q_bias, k_bias = (
             self._bias(rule, module, n, shape[0]) for n, shape in ((q_name, q_shape), (k_name, k_shape))
@@ -311,7 +329,31 @@ class _Finder:
             q=Stored(q_name, q_bias, q_part, rule.transposed, bias_parts[0]),
             k=Stored(k_name, k_bias, k_part, rule.transposed, bias_parts[1]),
             read=self.read,
+            norm_bias=f"{norm}.bias" if norm and f"{norm}.bias" in self.tensors else None,
+            qk_norms=qk_norms,
+            positions=known_positions,
         )
+
+    def _qk_norms(self, rule: Rule, kinds: tuple[str, ...], prefix: str, size: Geometry) -> QKNorms | None:
+        """The norms on queries and keys that the checkpoint holds: one for all heads, or one for each.
+
+        The names of a rule are pairs, a query's and a key's; the first pair that is there counts.
+        """
+
+        def named(norm: str, heads: int, what: str) -> tuple[str, ...]:
+            each = (f"{prefix}{norm}.norms.{head}.{what}" for head in range(heads))
+            return tuple(n for n in (f"{prefix}{norm}.{what}", *each) if n in self.tensors)
+
+        for q_norm, k_norm in zip(rule.qk_norm[::2], rule.qk_norm[1::2], strict=False):
+            sides = ((q_norm, size.n_heads), (k_norm, size.n_kv_heads))
+            q, k = (named(norm, heads, "weight") for norm, heads in sides)
+            biases = tuple(name for norm, heads in sides for name in named(norm, heads, "bias"))
+            if q or k or biases:
+                return QKNorms(q, k, qk_norm_kind(kinds), biases)
+        starts = tuple(f"{prefix}{norm}." for norm in rule.qk_norm)
+        if starts and any(name.startswith(starts) for name in self.tensors):
+            return QKNorms((), (), None)  # of another making: seen, and not known how to apply
+        return None
 
     def _norm_without_weights(self, rule: Rule, at: Place) -> bool:
         """Whether the config says that queries and keys are normed, where no gain in the file shows it."""

@@ -103,7 +103,7 @@ def split(found: Latent, tensors: Mapping[str, HasShape], parts: Sequence[Candid
 def layers(
     found: Latent, size: Split, tensors: Mapping[str, HasShape], read: Reader, facts: Mapping[str, Any]
 ) -> Iterator[AttentionLayer]:
-    """The whole score, then its two parts. `facts` are mask, norm, norm_kind and flags."""
+    """The whole score, then its two parts. `facts` are mask, norm, norm_kind, norm_bias, flags and positions."""
 
     def stored(name: str, **rest: Any) -> Stored:
         bias = bias_of(name)
@@ -143,6 +143,8 @@ def layers(
         q=stored(found.q, inner=inner_q),
         k=replace(k_nope, tail=shared),
         read=read,
+        norm_bias=facts["norm_bias"],
+        positions=facts["positions"],
     )
     yield whole
     yield replace(whole, part="nope", d_head=size.nope, q=q_nope, k=k_nope)

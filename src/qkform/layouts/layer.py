@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,10 @@ from numpy.typing import NDArray
 from qkform.errors import QKFormError
 from qkform.form import BilinearForm
 from qkform.layouts.order import WHOLE, Sizes, cut
+
+if TYPE_CHECKING:
+    from qkform.layouts.rotary import Positions
+    from qkform.layouts.transform import QKNorms
 
 Array = NDArray[Any]
 
@@ -80,8 +84,9 @@ class AttentionLayer:
     k: Stored = field(repr=False)
     read: Reader = field(repr=False, compare=False)
     part: str | None = None  # one term of a score that has several ("nope", "rope"); None: the whole score
-    # tensors with the gains of the norms on queries and keys, (d_head,) or (n_heads * d_head,)
-    qk_norms: tuple[str, str] | None = None
+    norm_bias: str | None = field(default=None, repr=False, compare=False)  # tensor of the bias of that norm
+    qk_norms: QKNorms | None = field(default=None, repr=False, compare=False)
+    positions: Positions | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def form(self) -> BilinearForm:
@@ -93,6 +98,22 @@ class AttentionLayer:
             return BilinearForm(w_q, w_k, b_q=b_q, b_k=b_k)
         except QKFormError as error:
             raise type(error)(f"{self.module}: {error}") from None
+
+    def form_with(
+        self,
+        *,
+        fold_norm: bool = False,
+        bias: bool = False,
+        qk_norm: bool = False,
+        offset: int | None = None,
+    ) -> BilinearForm:
+        """The form changed by options, as `qkform.scan` takes them; without any it is `form`.
+
+        LayoutError where the layer does not admit one: a post-norm block has no gain to fold. docs/math.md#options.
+        """
+        from qkform.layouts.transform import Changes, changed
+
+        return changed(self, Changes(fold_norm, bias, qk_norm, offset)).form
 
     def needs(self) -> list[tuple[str, int | None]]:
         """(tensor, rows) of everything that `form` reads, in order; rows None: the whole tensor."""

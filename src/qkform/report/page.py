@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a ScoreTable: works offline, makes no request, runs nothing from a record.
+"""One self-contained HTML page of a ScoreTable or a DiffTable: works offline, makes no request, runs nothing from it.
 
 Names in a checkpoint are hostile until shown otherwise. Text goes through jinja2's autoescape; rows and
 charts go into the page as JSON without the characters that end an element; scripts run only if their SHA-256
@@ -11,24 +11,26 @@ import base64
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from qkform.records import ModelScores, Row, ScoreTable, write_whole
+from qkform.differences import DiffTable
+from qkform.records import Row, ScoreTable, write_whole
 from qkform.report import charts, words
 from qkform.report.bundle import javascript
-from qkform.report.reading import reading
-from qkform.report.rows import POINT_COLUMNS, Group, Points, groups, labels, text
+from qkform.report.diffsection import DiffSection
+from qkform.report.rows import DIFF_POINT_COLUMNS, POINT_COLUMNS, Points, text
+from qkform.report.sections import Section, both_scores
+from qkform.report.series import entries, labels
 
 # < > & cannot end the element or open a comment; all that is not ASCII, U+2028 too, json.dumps escapes itself
 _JSON_ESCAPES = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 
 
 def write_page(
-    table: ScoreTable,
+    table: ScoreTable | DiffTable,
     path: str | os.PathLike[str],
     *,
     title: str | None = None,
@@ -45,37 +47,38 @@ def write_page(
 
 
 def page_html(
-    table: ScoreTable, *, title: str | None = None, cache_folder: str | os.PathLike[str] | None = None
+    table: ScoreTable | DiffTable,
+    *,
+    title: str | None = None,
+    cache_folder: str | os.PathLike[str] | None = None,
 ) -> str:
     """The page as text, about 1 MB and the rows: summaries, charts, conventions, and a table of every row.
 
+    Models that belong together, steps of one run or distances of one model, have one section with a slider.
     `cache_folder` keeps the charting library between calls, see `qkform.report.bundle.javascript`.
     """
-    import jinja2
-    from markupsafe import Markup
-
-    names = labels(table)
-    models = [_Model(i, name, model) for i, (name, model) in enumerate(zip(names, table.models, strict=True))]
-    scripts = [Markup(_resource("page.js"))]
+    if isinstance(table, DiffTable):
+        return _diff_html(table, title, cache_folder)
+    found = entries(table)
+    names = labels(found)
+    models = [
+        Section(i, name, entry, _chart) for i, (name, entry) in enumerate(zip(names, found, strict=True))
+    ]
     plane = _plane(models)
-    if any(model.groups for model in models):
-        scripts.insert(0, Markup(javascript(cache_folder)))
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["signed"] = _signed
-    return environment.from_string(_resource("page.html.j2")).render(
+    return _rendered(
+        "page.html.j2",
+        any(model.all_groups for model in models),
+        cache_folder,
         title=text(title) if title else _title(names),
         models=models,
         errors=[{"source": text(e.source), "message": text(e.message)} for e in table.errors],
         totals=_totals(models, table),
         plane=plane and _chart(plane, "all"),
-        conventions=words.conventions(zip(names, table.models, strict=True)),
+        conventions=words.conventions(
+            (model.label, words.in_common(model.entry.models, model.unit)) for model in models
+        ),
         scores=words.SCORES,
-        data=Markup(_json(_store(models))),
-        css=Markup(_resource("page.css")),
-        scripts=scripts,
-        policy=policy(scripts),
+        data=_json(_store(models)),
     )
 
 
@@ -89,119 +92,96 @@ def policy(scripts: Sequence[str]) -> str:
     )
 
 
-class _Model:
-    """What the template shows of one model."""
-
-    def __init__(self, index: int, label: str, model: ModelScores) -> None:
-        self.index, self.label = index, label
-        self.colour = charts.model_colour(index)
-        self.source, self.format = text(model.source), text(model.format)
-        self.model_type = text(model.model_type) if model.model_type else None
-        self.skipped = [{k: text(s.get(k, "")) for k in ("module", "reason")} for s in model.skipped]
-        self.groups = groups(model, label)
-        self.layers = [row for group in self.groups for row in group.layers]
-        self.heads = [row for group in self.groups for row in group.heads]
-        # the sentences are made from the rows made safe: a record may hold anything
-        self.reading = reading(replace(model, rows=[*self.layers, *self.heads]))
-
-    @property
-    def facts(self) -> list[tuple[str, str]]:
-        masks = sorted({mask for group in self.groups for mask in group.masks})
-        found = [
-            ("model type", self.model_type or "not given"),
-            ("format", self.format),
-            ("size", words.shape(self.groups) if self.groups else "nothing scored"),
-            ("mask", ", ".join(masks) or "unknown"),
-        ]
-        means = words.null_means(self.layers or self.heads)
-        return [*found, ("1/d, random mean", means)] if means else found
-
-    @property
-    def spreads(self) -> list[words.Spread]:
-        found = [
-            words.spread("layer symmetry", self.layers, "symmetry"),
-            words.spread("head symmetry", self.heads, "symmetry"),
-            words.spread("layer directionality", self.layers, "directionality"),
-        ]
-        return [one for one in found if one is not None]
-
-    @property
-    def sections(self) -> Iterator[dict[str, Any]]:
-        for number, group in enumerate(self.groups):
-            yield _section(self, group, f"g{self.index}-{number}")
-
-
-def _section(model: _Model, group: Group, name: str) -> dict[str, Any]:
-    """One component and kind of attention: its heading, its charts, and what is missing or flagged in it."""
-    kind = {"self": "self-attention", "cross": "cross-attention"}.get(group.attention, group.attention)
-    energy = charts.signature(group.rows, colour=model.colour, width="container", held_as="rows")
-    return {
-        "component": group.component,
-        "kind": kind or "attention",
-        "mask": ", ".join(group.masks) or "unknown",
-        "shape": words.shape([group]),
-        "symmetry": _axis(model, group, "symmetry", name),
-        "directionality": _axis(model, group, "directionality", name),
-        "signature": _chart(energy, name) if group.has("positive_energy") else None,
-        "undefined": words.undefined(group),
-        "flags": words.flagged(group),
-    }
-
-
-def _axis(model: _Model, group: Group, axis: charts.Axis, name: str) -> dict[str, Any]:
-    """Heat map and profile of one score; None in place of a chart that would have nothing to show."""
-    found = [abs(row[axis]) for row in group.heads if row[axis] is not None]
-    limit = charts.heatmap_limit(group.rows, axis)
-    heat = charts.heatmap(group.rows, axis, width="container", held_as="rows") if found else None
-    curve = (
-        charts.profile(group.rows, axis, colour=model.colour, width="container", held_as="rows")
-        if group.has(axis)
-        else None
+def _diff_html(diff: DiffTable, title: str | None, cache_folder: str | os.PathLike[str] | None) -> str:
+    section = DiffSection(diff, _chart)
+    return _rendered(
+        "diff.html.j2",
+        bool(section.groups),
+        cache_folder,
+        title=text(title) if title else f"From {section.a} to {section.b}",
+        diff=section,
+        conventions=words.conventions([("this comparison", diff.conventions)]),
+        scores=words.DIFF_SCORES,
+        data=_json(
+            [
+                {"name": f"d{i}", "entry": 0, "part": group.part}
+                | _packed({}, group.rows, DIFF_POINT_COLUMNS)
+                for i, group in enumerate(section.groups)
+            ]
+        ),
     )
-    return {
-        "limit": f"{limit:g}",
-        "beyond": sum(value > limit for value in found),
-        "heatmap": heat and _chart(heat, name),
-        "profile": curve and _chart(curve, name),
-    }
 
 
-def _plane(models: Sequence[_Model]) -> Any:
-    """The chart of all models; None where no row has both scores."""
-    rows = Points(row for model in models for group in model.groups for row in group.rows)
-    if not any(row["symmetry"] is not None and row["directionality"] is not None for row in rows):
+def _rendered(
+    template: str, with_charts: bool, cache_folder: str | os.PathLike[str] | None, *, data: str, **shown: Any
+) -> str:
+    import jinja2
+    from markupsafe import Markup
+
+    scripts = [Markup(_resource("page.js"))]
+    if with_charts:
+        scripts.insert(0, Markup(javascript(cache_folder)))
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_resource),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["signed"] = _signed
+    environment.filters["json"] = _json  # autoescaped: for attributes
+    return environment.get_template(template).render(
+        data=Markup(data),
+        css=Markup(_resource("page.css")),
+        scripts=scripts,
+        policy=policy(scripts),
+        **shown,
+    )
+
+
+def _plane(models: Sequence[Section]) -> Any:
+    """The chart of all models; None where no row has both scores, or a series alone, which has its own, is there."""
+    rows = Points(row for model in models for row in model.rows)
+    if not both_scores(rows) or (len(models) == 1 and models[0].entry.kind):
         return None
     colours = {model.label: model.colour for model in models}
     return charts.plane(rows, colours=colours, legend=False, width="container", held_as="rows")
 
 
 def _chart(chart: Any, data: str) -> dict[str, Any]:
-    """A chart whose rows are those that the page holds under the name `data`: "all", or one group's."""
+    """A chart whose rows are those that the page holds under the name `data`: "all", an entry's, or one group's."""
     from markupsafe import Markup
 
     spec = chart.to_dict(validate=False)  # half the time of a page; the tests hold every chart to the schema
     return {"spec": Markup(_json(spec)), "data": data, "height": chart.height}
 
 
-def _store(models: Sequence[_Model]) -> list[dict[str, Any]]:
+def _store(models: Sequence[Section]) -> list[dict[str, Any]]:
     """Every row once: per group the columns in which its rows differ, and the values that they all share."""
     return [
-        {"name": f"g{model.index}-{number}", **_packed(model.label, group.rows)}
+        {"name": f"g{model.index}-{number}", "entry": model.index, "part": group.part}
+        | _packed({"source": model.label}, group.rows, POINT_COLUMNS)
         for model in models
-        for number, group in enumerate(model.groups)
+        for number, group in enumerate(model.all_groups)
     ]
 
 
-def _packed(label: str, rows: Sequence[Row]) -> dict[str, Any]:
+def _packed(shared: Mapping[str, Any], rows: Sequence[Row], columns: Sequence[str]) -> dict[str, Any]:
     first = rows[0]
-    varying = [c for c in POINT_COLUMNS if any(row[c] != first[c] for row in rows)]
-    shared = {"source": label} | {c: first[c] for c in POINT_COLUMNS if c not in varying}
+    varying = [c for c in columns if any(row[c] != first[c] for row in rows)]
+    shared = {**shared} | {c: first[c] for c in columns if c not in varying}
     return {"shared": shared, "columns": varying, "rows": [[row[c] for c in varying] for row in rows]}
 
 
-def _totals(models: Sequence[_Model], table: ScoreTable) -> str:
-    parts = [
-        words.counted(len(models), "model"),
+def _totals(models: Sequence[Section], table: ScoreTable) -> str:
+    single = sum(model.entry.kind is None for model in models)
+    parts = [words.counted(single, "model")] if single or not models else []
+    for kind, noun in (("step", "training step"), ("offset", "distance")):
+        stops = [len(model.entry.models) for model in models if model.entry.kind == kind]
+        parts += [f"{words.counted(n, noun)} of one model" for n in stops[:3]]
+        if len(stops) > 3:
+            parts[-3:] = [f"{sum(stops)} {noun}s of {len(stops)} models"]
+    parts += [
         words.counted(sum(len(m.layers) for m in models), "layer"),
         words.counted(sum(len(m.heads) for m in models), "head"),
     ]
@@ -216,7 +196,8 @@ def _title(names: Sequence[str]) -> str:
 
 def _signed(value: float) -> str:
     """0.123, and a negative one with the minus sign that typography has."""
-    return f"{value:.3f}".replace("-", "\u2212")
+    shown = f"{value:.3f}" if abs(value) >= 0.001 or value == 0.0 else f"{value:.1e}"
+    return shown.replace("-", "\u2212")
 
 
 def _json(value: Any) -> str:

@@ -7,22 +7,25 @@ not finite, or a text where a number belongs, is null.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from qkform.differences import DIFF_COLUMNS, DiffTable
 from qkform.records import (
     COLUMNS,
     ModelScores,
     Row,
-    ScoreTable,
     null_band,
     single_heads,
     values,
     whole_layers,
 )
 
-POINT_COLUMNS = (*COLUMNS, "null_low", "null_high")
+# Where in a series a row stands: values of its model, and the place of that model in the series, from 0.
+STOP_COLUMNS: dict[str, type] = {"step": int, "offset": int, "stop": int}
+POINT_COLUMNS = (*STOP_COLUMNS, *COLUMNS, "null_low", "null_high")
+DIFF_POINT_COLUMNS = tuple(DIFF_COLUMNS)
 _LABEL_LENGTH = 48
 
 
@@ -32,10 +35,11 @@ class Points(list[Row]):
 
 @dataclass(frozen=True)
 class Group:
-    """The rows of one model that are drawn together: one component, one kind of attention."""
+    """The rows of one model that are drawn together: one component, one kind of attention, one part of the score."""
 
     component: str
     attention: str
+    part: str  # "" is the whole score
     rows: Points
 
     @property
@@ -45,6 +49,10 @@ class Group:
     @property
     def heads(self) -> list[Row]:
         return single_heads(self.rows)
+
+    def at(self, stop: int) -> Group:
+        """The rows of one model of a series."""
+        return replace(self, rows=Points(row for row in self.rows if row["stop"] == stop))
 
     @property
     def masks(self) -> list[str]:
@@ -59,25 +67,68 @@ def points(rows: Iterable[Mapping[str, Any]]) -> Points:
     """Rows as a chart and the table of the page read them.
 
     The columns of `COLUMNS` with finite numbers of six digits, lists as text ("a, b"), `source` where the row
-    has one, and in rows of whole layers `null_low` and `null_high`: where random weights would lie (+-2 std).
+    has one, the columns of `STOP_COLUMNS`, and in rows of whole layers `null_low` and `null_high`: where random
+    weights would lie (+-2 std).
     """
     return rows if isinstance(rows, Points) else Points(_point(row) for row in rows)
 
 
-def groups(model: ModelScores, label: str) -> list[Group]:
-    """The model's rows by component and kind of attention, in order of appearance; `source` is `label`."""
-    found: dict[tuple[str, str], Points] = {}
-    for row in points({**row, "source": label} for row in model.rows):
-        found.setdefault((row["component"] or "", row["attention"] or ""), Points()).append(row)
-    return [Group(component, attention, rows) for (component, attention), rows in found.items()]
+def diff_points(rows: Iterable[Mapping[str, Any]]) -> Points:
+    """The same for the rows of a `DiffTable`."""
+    if isinstance(rows, Points):
+        return rows
+    return Points(
+        {name: _six_digits(_typed(kind, row.get(name))) for name, kind in DIFF_COLUMNS.items()}
+        | ({"source": text(row["source"])} if row.get("source") is not None else {})
+        for row in rows
+    )
 
 
-def labels(table: ScoreTable) -> list[str]:
-    """One name per model, short enough for a legend and never the same twice."""
+def groups(models: Sequence[ModelScores], label: str, *, distances: bool = False) -> list[Group]:
+    """The rows of a model, or of a series of models, by component, kind of attention and part of the score.
+
+    In order of appearance; `source` is `label`, and `stop` the place of the row's model. `distances`: a model
+    that was scanned without an offset stands at 0, where a rotation does nothing.
+    """
+    return grouped(
+        points(
+            {
+                **row,
+                "source": label,
+                "step": model.step,
+                "offset": (model.offset or 0) if distances else model.offset,
+                "stop": stop,
+            }
+            for stop, model in enumerate(models)
+            for row in model.rows
+        )
+    )
+
+
+def diff_groups(diff: DiffTable) -> list[Group]:
+    """The rows of a diff by component, kind of attention and part of the score."""
+    return grouped(diff_points(diff.rows))
+
+
+def grouped(rows: Points) -> list[Group]:
+    found: dict[tuple[str, str, str], Points] = {}
+    for row in rows:
+        key = (row["component"] or "", row["attention"] or "", row["part"] or "")
+        found.setdefault(key, Points()).append(row)
+    return [Group(*key, found[key]) for key in found]
+
+
+def whole_score(found: Iterable[Group]) -> list[Group]:
+    """The groups of whole scores: a part of a score says nothing about the model as a whole."""
+    return [group for group in found if not group.part]
+
+
+def distinct(names: Iterable[str]) -> list[str]:
+    """One label per name, short enough for a legend and never the same twice."""
     taken: set[str] = set()
     out = []
-    for model in table.models:
-        name = shortened(text(model.source) or "unnamed")
+    for full in names:
+        name = shortened(text(full) or "unnamed")
         label, n = name, 1
         while label in taken:
             n += 1
@@ -101,7 +152,7 @@ def text(value: Any) -> str:
 
 
 def _point(row: Mapping[str, Any]) -> Row:
-    point = {name: _typed(kind, row.get(name)) for name, kind in COLUMNS.items()}
+    point = {name: _typed(kind, row.get(name)) for name, kind in (STOP_COLUMNS | COLUMNS).items()}
     if (point["d_model"] or 0) < 1:
         point["d_model"] = point["symmetry_z"] = None  # deviations from 1/d mean nothing without d
     point["null_low"], point["null_high"] = _band(point)

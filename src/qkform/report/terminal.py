@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,27 +14,25 @@ NOTES = 10  # more of them would hide the table
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def renderables(model: ModelScores, *, width: int, unicode: bool = True) -> Iterator[Any]:
+def model_screen(model: ModelScores, *, width: int, unicode: bool = True) -> Iterator[Any]:
     """What rich prints for one model: a heading, a table per list of layers, and a reading.
 
     `width` in columns; from 96 on it holds every column, below 76 the bars go. `unicode=False` draws with ASCII.
     """
     from rich.text import Text
 
-    heading = Text()
-    heading.append(_one_line(model.source), style="bold")
-    heading.append(
-        f"  {_one_line(model.model_type or 'unknown type')}, {model.format}, {_bytes(model.bytes_read)} read"
-        f" in {model.wall_seconds:.1f} s",
-        style="dim",
+    yield heading(
+        one_line(model.source),
+        model.model_type,
+        model.format,
+        sum_bytes(model.bytes_read, model.wall_seconds),
     )
-    yield heading
-    for (component, attention), rows in _groups(model).items():
-        yield _table(component, attention, rows, width=width, unicode=unicode)
+    for name, rows in by_list(model.rows).items():
+        yield _table(*name, rows, width=width, unicode=unicode)
     yield Text(reading(model))
-    yield Text(_null_words(model), style="dim")
+    yield Text(null_words(model.layers), style="dim")
     notes = _undefined(model)
-    notes += [f"not scored: {_one_line(e['module'])}: {_one_line(e['reason'])}" for e in model.skipped]
+    notes += [f"not scored: {one_line(e['module'])}: {one_line(e['reason'])}" for e in model.skipped]
     if len(notes) > NOTES:
         notes[NOTES:] = [f"and {len(notes) - NOTES} more, listed by --format json"]
     yield from (Text(note, style="dim") for note in notes)
@@ -59,83 +57,118 @@ def bar(value: float | None, *, unicode: bool = True, cells: int = BAR) -> str:
     return ink.rjust(cells) + middle + " " * cells
 
 
-def _groups(model: ModelScores) -> dict[tuple[str, str], list[Row]]:
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in model.rows:
-        groups.setdefault((row["component"], row["attention"]), []).append(row)
+def heading(name: str, model_type: str | None, *more: str) -> Any:
+    """The first line of a model, a series or a comparison."""
+    from rich.text import Text
+
+    line = Text()
+    line.append(name, style="bold")
+    line.append("  " + ", ".join([one_line(model_type or "unknown type"), *more]), style="dim")
+    return line
+
+
+def sum_bytes(bytes_read: int, wall_seconds: float) -> str:
+    """ "12.3 MB read in 0.4 s"."""
+    return f"{_bytes(bytes_read)} read in {wall_seconds:.1f} s"
+
+
+def by_list(rows: Iterable[Row]) -> dict[tuple[str, str, str | None], list[Row]]:
+    """Rows by component, kind of attention and part of the score, in order of appearance."""
+    groups: dict[tuple[str, str, str | None], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["component"], row["attention"], row.get("part")), []).append(row)
     return groups
 
 
-def _table(component: str, attention: str, rows: list[Row], *, width: int, unicode: bool) -> Any:
+def heads_by_module(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in single_heads(rows):
+        found.setdefault(row["module"], []).append(row)
+    return found
+
+
+def _table(
+    component: str, attention: str, part: str | None, rows: list[Row], *, width: int, unicode: bool
+) -> Any:
+    layers = whole_layers(rows)
+    columns = _columns(
+        layers, heads_by_module(rows), cross=attention == "cross", width=width, unicode=unicode
+    )
+    title = f"{list_title(component, attention, part)}, {mask_words(layers)}{_shared_flags(layers)}"
+    return table_of(title, columns, layers, unicode=unicode)
+
+
+def table_of(title: str, columns: Sequence[Column], lines: Iterable[Any], *, unicode: bool) -> Any:
+    """A table of one line per item of `lines`, with the footers of its columns; ASCII alone without `unicode`."""
     from rich import box
     from rich.table import Table
 
-    layers = whole_layers(rows)
-    by_layer: dict[str, list[Row]] = {}
-    for row in single_heads(rows):
-        by_layer.setdefault(row["module"], []).append(row)
-    columns = _columns(layers, by_layer, cross=attention == "cross", width=width, unicode=unicode)
     table = Table(
-        title=_title(component, attention, layers),
+        title=title,
         title_justify="left",
         title_style="",
         box=box.SIMPLE_HEAD if unicode else box.ASCII2,
         pad_edge=False,
         padding=(0, 1),
-        show_footer=True,
+        show_footer=any(column.footer for column in columns),
         highlight=False,
     )
+
+    def plain(text: str) -> str:
+        return text if unicode else text.replace("–", "-")
+
     for column in columns:
-        footer = column.footer if unicode else column.footer.replace("–", "-")
-        table.add_column(column.name, footer, justify=column.justify, no_wrap=True)
-    for row in layers:
-        cells = [column.cell(row) for column in columns]
-        table.add_row(*(cells if unicode else [cell.replace("–", "-") for cell in cells]))
+        table.add_column(column.name, plain(column.footer), justify=column.justify, no_wrap=True)
+    for line in lines:
+        table.add_row(*(plain(column.cell(line)) for column in columns))
     return table
 
 
-def _title(component: str, attention: str, layers: list[Row]) -> str:
-    name = _one_line(component) or "the model"
-    return f"{name}: {attention}-attention, {mask_words(layers)}{_shared_flags(layers)}"
+def list_title(component: str, attention: str, part: str | None) -> str:
+    """ "model.layers, nope part: self-attention"."""
+    name = one_line(component or "") or "the model"
+    return f"{name}{f', {one_line(part)} part' if part else ''}: {attention}-attention"
 
 
 @dataclass(frozen=True)
-class _Column:
+class Column:
+    """One column: its heading, its footer, and the cell of a line."""
+
     name: str
     footer: str
-    cell: Callable[[Row], str]
+    cell: Callable[[Any], str]
     justify: Literal["left", "right"] = "right"
 
 
 def _columns(
     layers: list[Row], by_layer: dict[str, list[Row]], *, cross: bool, width: int, unicode: bool
-) -> list[_Column]:
+) -> list[Column]:
     """The columns that fit; their footers are the median over layers, and the range below it."""
     bars, more = width >= 76, width >= 96
 
-    def score(name: str) -> _Column:
+    def score(name: str) -> Column:
         found = values(layers, name)
         span = f"{decimals(min(found))} to {decimals(max(found))}" if found else "–"
         if not bars:
-            return _Column(name[:9], decimals(median_of(layers, name)), lambda r: decimals(r[name]))
+            return Column(name[:9], decimals(median_of(layers, name)), lambda r: decimals(r[name]))
 
         def cell(row: Row) -> str:
             if name == "directionality" and "no_outliers" in row["flags"]:
                 return f"{decimals(row[name]):>6} no outliers"
             return f"{decimals(row[name]):>6} {bar(row[name], unicode=unicode)}"
 
-        return _Column(name, f"{decimals(median_of(layers, name)):>6}\n{span}", cell, justify="left")
+        return Column(name, f"{decimals(median_of(layers, name)):>6}\n{span}", cell, justify="left")
 
-    def plain(title: str, name: str, shown: Callable[[float | None], str]) -> _Column:
-        return _Column(title, shown(median_of(layers, name)), lambda r: shown(r[name]))
+    def plain(title: str, name: str, shown: Callable[[float | None], str]) -> Column:
+        return Column(title, shown(median_of(layers, name)), lambda r: shown(r[name]))
 
     heads = [row for rows in by_layer.values() for row in rows]
-    columns = [_Column("layer", "median\nrange" if bars else "median", _layer_name)]
+    columns = [Column("layer", "median\nrange" if bars else "median", _layer_name)]
     if not cross:
         columns += [
             score("symmetry"),
             plain("z", "symmetry_z", lambda v: decimals(v, 0)),
-            _Column(
+            Column(
                 "heads",
                 decimals(median_of(heads, "symmetry")),
                 lambda r: decimals(median_of(by_layer.get(r["module"], []), "symmetry")),
@@ -143,11 +176,11 @@ def _columns(
         ]
     columns.append(score("directionality"))
     if width >= 60:
-        columns.append(plain("rank", "effective_rank", _number))
+        columns.append(plain("rank", "effective_rank", number))
     if more and not cross:
         columns.append(plain("attracts", "positive_energy", lambda v: decimals(v, 2)))
     if more:
-        columns.append(plain("norm", "norm", _number))
+        columns.append(plain("norm", "norm", number))
     return columns
 
 
@@ -159,7 +192,7 @@ def _layer_name(row: Row) -> str:
 def _undefined(model: ModelScores) -> list[str]:
     """Whole layers without a score that they should have, and why."""
     return [
-        f"no score: {_one_line(row['module'])}: {row['reason']}"
+        f"no score: {one_line(row['module'])}: {row['reason']}"
         for row in model.layers
         if row["effective_rank"] is None
     ]
@@ -171,10 +204,11 @@ def _shared_flags(layers: list[Row]) -> str:
     return "".join(f", {flag} (the raw form is scored)" for flag in flags)
 
 
-def _null_words(model: ModelScores) -> str:
-    rows = [r for r in model.layers if r["symmetry"] is not None]
+def null_words(layers: Sequence[Row]) -> str:
+    """Where random weights lie, and what else to keep in mind."""
+    rows = [r for r in layers if r["symmetry"] is not None and r.get("part") is None]
     if not rows:
-        cross = any(r["attention"] == "cross" for r in model.layers)
+        cross = any(r["attention"] == "cross" for r in layers)
         return "Cross-attention has no symmetry: its two sides read different sequences." if cross else ""
     bands = [b for b in map(null_band, rows) if b is not None]
     if not bands:
@@ -187,7 +221,8 @@ def _null_words(model: ModelScores) -> str:
     )
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Three digits of any size of number; a dash for what is not defined."""
     if value is None:
         return "–"
     return f"{value:.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
@@ -202,7 +237,7 @@ def _bytes(n: int) -> str:
     return f"{size:.1f} TB"
 
 
-def _one_line(text: str, length: int = 160) -> str:
+def one_line(text: str, length: int = 160) -> str:
     """Names come from the file: control characters, which could move the cursor, are shown and not obeyed."""
     clean = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
     return clean if len(clean) <= length else clean[: length - 1] + "…"

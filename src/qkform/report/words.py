@@ -60,6 +60,39 @@ SCORES = (
         "The share of the form, extended by a constant input, that comes from the biases.",
     ),
 )
+DIFF_SCORES = (
+    (
+        "symmetry a, b",
+        "−1 to 1",
+        "The trace of W times W, divided by the squared Frobenius norm of W, in checkpoint a and in checkpoint b.",
+    ),
+    ("change", "−2 to 2", "Symmetry in b minus symmetry in a."),
+    (
+        "random change",
+        "a band",
+        "Where the change of symmetry would lie if W had been changed by a random matrix of the same size as the real "
+        "change: mean plus and minus two standard deviations. Inside the band, the change says nothing about "
+        "symmetry in particular; outside, it is unlikely by chance. That alone does not make it large.",
+    ),
+    (
+        "std from a random change",
+        "any",
+        "The change, minus the mean of that band, in its standard deviations.",
+    ),
+    (
+        "directionality a, b",
+        "−1 to 1",
+        "(R − C) / (R + C) of outlier rows and columns. Negative: columns, the key side, dominate.",
+    ),
+    (
+        "relative change",
+        "0 and up",
+        "The Frobenius norm of W in b minus W in a, divided by the norm of W in a.",
+    ),
+    ("cosine", "−1 to 1", "Of the two forms taken as vectors: 1, they differ at most in scale."),
+    ("symmetry of the change", "−1 to 1", "The symmetry of the matrix by which W changed."),
+    ("effective rank of the change", "1 and up", "How many directions carry the change."),
+)
 FLAGS = {
     "no_outliers": "no row and no column stands out, so directionality is 0 by convention",
     "qk_norm": "queries and keys are normalised after projection; the raw form is scored",
@@ -113,15 +146,17 @@ def null_means(layers: Iterable[Row]) -> str:
     return ", ".join(f"{1 / d:.2g}" for d in widths[:3]) + (", …" if len(widths) > 3 else "")
 
 
-def undefined(group: Group) -> list[str]:
+def undefined(group: Group, scores: Sequence[str] = ("symmetry", "directionality")) -> list[str]:
     """Every reason for a missing score, with the rows it holds for."""
     found: dict[str, list[Row]] = {}
     for row in group.rows:
-        missing = [c for c in ("symmetry", "directionality") if row[c] is None]
+        missing = [c for c in scores if row[c] is None]
         if missing or row["reason"]:
             lacks = " and ".join(missing) or "a score"
-            found.setdefault(f"{lacks} not defined: {row['reason'] or 'no reason recorded'}", []).append(row)
-    return [f"{why} ({places(rows, len(group.rows))})" for why, rows in found.items()]
+            found.setdefault(
+                f"{lacks.replace('_', ' ')} not defined: {row['reason'] or 'no reason recorded'}", []
+            ).append(row)
+    return [f"{why} ({places(rows, group.rows)})" for why, rows in found.items()]
 
 
 def flagged(group: Group) -> list[str]:
@@ -132,28 +167,40 @@ def flagged(group: Group) -> list[str]:
             if flag:
                 found.setdefault(flag, []).append(row)
     return [
-        f"{flag}: {FLAGS[flag] + ' ' if flag in FLAGS else ''}({places(rows, len(group.rows))})"
+        f"{flag}: {FLAGS[flag] + ' ' if flag in FLAGS else ''}({places(rows, group.rows)})"
         for flag, rows in found.items()
     ]
 
 
-def places(rows: Sequence[Row], of: int) -> str:
+def places(rows: Sequence[Row], every: Sequence[Row]) -> str:
     """Which rows, in words: "layer 3 head 2, layer 5 as a whole", or how many where they are many."""
+    of = len(every)
     if len(rows) == of:
         return f"all {of} rows" if of > 1 else "the only row"
     named = [
-        f"layer {row['layer']} " + ("as a whole" if row["head"] is None else f"head {row['head']}")
-        for row in rows
+        f"layer {row['layer']} "
+        + ("as a whole" if row["head"] is None else f"head {row['head']}")
+        + _when(row, every)
+        for row in rows[: _LISTED + 1]
     ]
     more = f" and {len(rows) - _LISTED} more of {of} rows" if len(rows) > _LISTED else ""
     return ", ".join(named[:_LISTED]) + more
 
 
-def conventions(models: Iterable[tuple[str, ModelScores]]) -> list[tuple[list[str], list[tuple[str, str]]]]:
-    """The conventions as (names of the models that share them, [(key, value), ...])."""
+def _when(row: Row, every: Sequence[Row]) -> str:
+    """ " at step 500" where `every` row is one of several models."""
+    if len({other.get("stop") for other in every}) < 2:
+        return ""
+    if len({other["offset"] for other in every}) > 1:
+        return f" at distance {row['offset']}"
+    return f" at step {row['step']}"
+
+
+def conventions(recorded: Iterable[tuple[str, Any]]) -> list[tuple[list[str], list[tuple[str, str]]]]:
+    """The conventions of (name, conventions) as (names of those that share them, [(key, value), ...])."""
     found: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for label, model in models:
-        pairs = tuple((text(key), _value(value)) for key, value in _items(model.conventions))
+    for label, given in recorded:
+        pairs = tuple((text(key), _value(value)) for key, value in _items(given))
         found.setdefault(pairs, []).append(label)
     return [(names, list(pairs)) for pairs, names in found.items()]
 
@@ -161,6 +208,18 @@ def conventions(models: Iterable[tuple[str, ModelScores]]) -> list[tuple[list[st
 def counted(n: int, noun: str) -> str:
     """ "1 layer", "2 layers"."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def in_common(models: Sequence[ModelScores], unit: str) -> dict[Any, Any]:
+    """The conventions of a series; of what is not the same in all of its models, that it differs."""
+    every = [dict(_items(model.conventions)) for model in models]
+    keys = dict.fromkeys(key for one in every for key in one)
+    return {
+        key: every[0].get(key)
+        if all(one.get(key) == every[0].get(key) for one in every)
+        else f"differs with the {unit}"
+        for key in keys
+    }
 
 
 def _items(mapping: Any) -> list[tuple[Any, Any]]:

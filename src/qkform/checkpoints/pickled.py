@@ -1,0 +1,283 @@
+"""PyTorch files (.bin, .pt, .pth, .ckpt): one, or shards with an index, loaded by torch with `weights_only=True`.
+
+torch decides what a pickle may name, and there is no other way in: what would run code is refused. Files of the zip
+format are memory-mapped, so that only the tensors that are asked for are read; older files are read whole.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkform.checkpoints.archive import members
+from qkform.checkpoints.base import CODES, FLOATS, ByteReader, Local, TensorInfo, opening, refuse_pointer
+from qkform.errors import CheckpointError, MissingExtra, SourceError
+
+MAX_PICKLE_BYTES = 100_000_000  # names, shapes and a trainer's state; the tensors lie beside it
+MAX_TENSORS = 100_000
+MAX_DEPTH = 8  # dictionaries inside each other
+REMAP_BYTES = 2**28  # a map keeps what was touched resident: it is dropped after so much
+REPEATED_BYTES = 2**26  # a view may be larger than what it views by so much
+
+# Where trainers put the model's weights, in the order in which they are looked for.
+_STATES = ("state_dict", "model_state_dict", "model_state", "model", "module", "net", "network", "generator")
+_WORDS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int8": "I8",
+    "uint8": "U8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+}
+_INSTEAD = "save the model as safetensors (`model.save_pretrained(folder)`) where you trust the file"
+
+
+class PickledCheckpoint(Local):
+    """Tensors of one or several PyTorch files, by name."""
+
+    format = "pytorch"
+
+    def __init__(
+        self,
+        source: str,
+        files: list[Path],
+        reader: ByteReader,
+        config: Mapping[str, Any] | None,
+        config_path: Path | None,
+        expected: Mapping[str, Path] | None = None,
+    ) -> None:
+        self.source, self.config, self.config_path = source, config, config_path
+        self._reader = reader
+        self._loaded: tuple[Path, dict[str, Any]] | None = None
+        self._touched = 0
+        tensors: dict[str, TensorInfo] = {}
+        for file in files:
+            for name, tensor in self._state(file).items():
+                if expected is not None and expected.get(name) != file:
+                    continue
+                if name in tensors:
+                    raise CheckpointError(f"tensor {name[:200]!r} is in both {tensors[name].file} and {file}")
+                tensors[name] = _info(tensor, file)
+        for name, file in (expected or {}).items():
+            if name not in tensors:
+                raise CheckpointError(
+                    f"the index places tensor {name[:200]!r} in {file}, which does not hold it"
+                )
+        if not tensors:
+            raise CheckpointError(f"{files[0]} holds no tensors by name, so it is not a model's weights")
+        self.tensors: Mapping[str, TensorInfo] = tensors
+
+    @property
+    def bytes_read(self) -> int:
+        """Pickles, and the bytes of every tensor handed out; the whole of a file in the older format."""
+        return self._reader.bytes_read
+
+    def read(self, name: str, rows: int | None = None) -> NDArray[Any]:
+        if self.tensors[name].dtype not in FLOATS:
+            raise CheckpointError(
+                f"tensor {name!r} in {self.tensors[name].file} is stored as {self.tensors[name].dtype}; Q and K "
+                "are read from F64, F32, F16 and BF16 (quantised codes mean nothing without their scales)"
+            )
+        return self.stored(name, rows)
+
+    def stored(self, name: str, rows: int | None = None) -> NDArray[Any]:
+        """The tensor, or its first rows, as it is stored: codes and scales too."""
+        info = self.tensors[name].head(rows)
+        if info.dtype not in FLOATS and info.dtype not in CODES:
+            raise CheckpointError(
+                f"tensor {name!r} in {info.file} is {info.dtype}, which holds no plain numbers; {_INSTEAD}"
+            )
+        tensor = self._state(info.file).get(name)
+        if tensor is None or _info(tensor, info.file) != self.tensors[name]:
+            raise CheckpointError(f"{info.file} changed while it was being read")
+        held = tensor.untyped_storage().nbytes()
+        if info.nbytes > held + REPEATED_BYTES:  # strides of 0: a terabyte out of four bytes
+            raise CheckpointError(
+                f"tensor {name!r} in {info.file} repeats {held:,} stored bytes to {info.nbytes:,}: "
+                "not a weight that a model has"
+            )
+        out = _as_numpy(tensor.detach() if rows is None else tensor.detach()[:rows])
+        if self._is_mapped(info.file):
+            self._reader.bytes_read += info.nbytes
+            self._touched += info.nbytes
+        return out
+
+    def _state(self, file: Path) -> dict[str, Any]:
+        """The tensors of one file by name; the last file's are kept."""
+        if self._loaded is None or self._loaded[0] != file or self._touched > REMAP_BYTES:
+            self._loaded, self._touched = None, 0
+            self._loaded = file, _load(file, self._reader)
+        return self._loaded[1]
+
+    def _is_mapped(self, file: Path) -> bool:
+        with opening(file) as stream:
+            return stream.read(4) == b"PK\3\4"
+
+
+def _as_numpy(tensor: Any) -> NDArray[Any]:
+    """A copy in the tensor's own type; what numpy does not have goes over as bytes."""
+    word = _WORDS[str(tensor.dtype).removeprefix("torch.")]
+    kind = FLOATS.get(word) or CODES[word]
+    if kind[0] == "<":
+        out: NDArray[Any] = np.array(tensor.numpy(), order="C", copy=True)
+        return out
+    import ml_dtypes
+    import torch
+
+    whole = tensor.contiguous()
+    bits = whole.view(torch.int16 if whole.element_size() == 2 else torch.uint8).numpy()
+    return np.array(bits, order="C", copy=True).view(np.dtype(getattr(ml_dtypes, kind)))
+
+
+def _info(tensor: Any, file: Path) -> TensorInfo:
+    import torch
+
+    word = str(tensor.dtype).removeprefix("torch.")
+    strided = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        word = f"a {type(tensor).__name__} of {word}"
+    elif tensor.is_conj() or tensor.is_neg():
+        word = f"a conjugated view of {word}"
+    elif not strided:
+        kind = "meta" if tensor.device.type == "meta" else str(tensor.layout).removeprefix("torch.")
+        word = f"a {'quantised' if tensor.is_quantized else kind} tensor of {word}"
+    else:
+        word = _WORDS.get(word, word)
+    shape = tuple(int(n) for n in tensor.shape)
+    try:
+        offset = tensor.storage_offset() * tensor.element_size() if strided else 0
+    except RuntimeError:
+        offset = 0
+    return TensorInfo(shape, word, file, offset, tensor.numel() * tensor.element_size())
+
+
+# ---- one file
+
+
+def _load(path: Path, reader: ByteReader) -> dict[str, Any]:
+    """Name -> tensor, of whatever torch agrees to load; SourceError otherwise."""
+    with opening(path) as file:
+        head = file.read(512)
+        size = path.stat().st_size
+    refuse_pointer(path, head)
+    if len(head) < 8:
+        raise CheckpointError(f"{path} has {size} bytes: too short for a PyTorch file (empty download?)")
+    mapped = head.startswith(b"PK")
+    if mapped:
+        _check_archive(path, reader)
+    elif head[257:262] == b"ustar":
+        raise SourceError(
+            f"{path} is a tar archive of PyTorch before 0.4, which cannot be loaded safely; {_INSTEAD}"
+        )
+    elif head[:1] != b"\x80":
+        raise CheckpointError(
+            f"{path} starts with {head[:8]!r}: neither a zip archive nor a pickle, as PyTorch writes them"
+        )
+    else:
+        reader.bytes_read += size
+    try:
+        import torch
+    except ImportError:
+        raise MissingExtra(
+            f'{path} is a PyTorch file, and torch is not installed; it comes with: pip install "qkform[torch]"'
+        ) from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecations of what the file's own torch wrote
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except MemoryError:
+        raise CheckpointError(f"{path} asks for more memory than there is") from None
+    except Exception as error:  # torch raises whatever its reader stumbles over
+        raise _refusal(path, error) from None
+    return _tensors(state, path)
+
+
+def _refusal(path: Path, error: Exception) -> SourceError:
+    """What torch said, without its advice to load the file unsafely."""
+    text = " ".join(str(error).split())
+    for mark in ("Unsupported global: GLOBAL ", "Unsupported class ", "Trying to load unsupported GLOBAL "):
+        if mark in text:
+            name = text.split(mark, 1)[1].split(" ", 1)[0]
+            return CheckpointError(
+                f"{path} would run code on loading: its pickle asks for {name[:120]!r}, which is not a tensor, "
+                f"and is refused; {_INSTEAD}"
+            )
+    said = text.split("WeightsUnpickler error: ")[-1] or type(error).__name__
+    return CheckpointError(
+        f"{path} is not a PyTorch file that can be loaded safely: {said[:300]} ({type(error).__name__})"
+    )
+
+
+def _check_archive(path: Path, reader: ByteReader) -> None:
+    """Refuse a zip archive that torch would not have written; its directory and its pickle are counted as read."""
+    pickles = []
+    for name, member in members(path, reader).items():
+        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+            raise CheckpointError(
+                f"{path} is a zip archive with the packed member {name[:120]!r}; PyTorch packs nothing"
+            )
+        if name.rpartition("/")[2] == "constants.pkl":
+            raise SourceError(f"{path} is a TorchScript archive, which holds code; {_INSTEAD}")
+        if name.rpartition("/")[2] == "data.pkl":
+            pickles.append(member)
+    if len(pickles) != 1:
+        raise CheckpointError(
+            f"{path} is a zip archive with {len(pickles)} members named data.pkl; a PyTorch file has one"
+        )
+    if pickles[0].file_size > MAX_PICKLE_BYTES:
+        raise CheckpointError(
+            f"{path} has a pickle of {pickles[0].file_size:,} bytes; "
+            f"at most {MAX_PICKLE_BYTES:,} are read: tensors lie outside it"
+        )
+    reader.bytes_read += pickles[0].file_size
+
+
+def _tensors(state: Any, path: Path) -> dict[str, Any]:
+    """The model's tensors in what was loaded: at the top, or under the name that a trainer gives them."""
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}; a model's weights are tensors by name")
+    for _ in range(MAX_DEPTH):
+        inner = next((state[k] for k in _STATES if isinstance(state.get(k), Mapping) and state[k]), None)
+        if inner is None or _has_tensors(state):
+            break
+        state = inner
+    found: dict[str, Any] = {}
+    for name, tensor in _walk(state, "", MAX_DEPTH, [MAX_TENSORS]):
+        if name in found:
+            raise CheckpointError(f"{path} holds tensor {name[:200]!r} twice")
+        found[name] = tensor
+    return found
+
+
+def _has_tensors(state: Mapping[Any, Any]) -> bool:
+    import torch
+
+    return any(isinstance(value, torch.Tensor) for value in state.values())
+
+
+def _walk(state: Mapping[Any, Any], prefix: str, depth: int, left: list[int]) -> Iterator[tuple[str, Any]]:
+    """(dotted name, tensor) of every tensor under a text key; `left` bounds the entries looked at."""
+    import torch
+
+    for key, value in state.items():
+        left[0] -= 1
+        if left[0] < 0:
+            raise CheckpointError(f"more than {MAX_TENSORS:,} entries: not a model's weights")
+        if not isinstance(key, str):
+            continue
+        if isinstance(value, torch.Tensor):
+            yield prefix + key, value
+        elif isinstance(value, Mapping) and depth:
+            yield from _walk(value, f"{prefix}{key}.", depth - 1, left)

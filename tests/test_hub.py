@@ -1,0 +1,1057 @@
+"""Hub ids, with the real client against a server on this machine: bytes served, faults survived, refusals in words."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+import qkform as qk
+from qkform.checkpoints import ahead, remote
+from qkform.checkpoints.ahead import AheadReader, pieces
+from qkform.checkpoints.hub import open_hub
+from qkform.checkpoints.hub_names import HubName, hub_name
+from qkform.checkpoints.opening import open_checkpoint
+from qkform.checkpoints.remote import Target, Web
+from qkform.checkpoints.safetensors import BITS, header_length, parse_header
+from qkform.errors import CheckpointError, ConfigError, QKFormError, SourceError
+from qkform.layouts import find_layers
+from qkform.options import Options
+from tests.conftest import BERT_CONFIG, bert_tensors
+from tests.hub_server import COMMIT, OTHER, Hub
+from tests.test_layouts import gguf_file
+
+TOKEN = "hf_aVerySecretToken"
+LLAMA_CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+}
+GPT2_CONFIG = {"model_type": "gpt2", "n_embd": 48, "n_head": 3, "n_layer": 3}
+NEOX_CONFIG = {
+    "model_type": "gpt_neox",
+    "hidden_size": 48,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 3,
+}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The server, and the real client pointed at it, with a cache of its own and no saved token."""
+    from huggingface_hub import close_session, constants
+
+    server = Hub()
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "ENDPOINT", server.address)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.address + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "HF_STORED_TOKENS_PATH", str(tmp_path / "tokens"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(remote, "BACKOFF_SECONDS", 0.002)
+    monkeypatch.chdir(tmp_path)
+    yield server
+    close_session()
+    server.close()
+
+
+def llama_tensors(rng, dtype=np.float32):
+    tensors = {"model.embed_tokens.weight": rng.normal(size=(300, 96)).astype(dtype)}
+    for i in range(4):
+        base = f"model.layers.{i}"
+        for name, out, inner in (("q", 96, 96), ("k", 32, 96), ("v", 32, 96), ("o", 96, 96)):
+            weight = rng.normal(size=(out, inner)).astype(dtype)
+            tensors[f"{base}.self_attn.{name}_proj.weight"] = weight
+        tensors[f"{base}.mlp.up_proj.weight"] = rng.normal(size=(200, 96)).astype(dtype)
+        tensors[f"{base}.input_layernorm.weight"] = np.ones(96, dtype)
+    tensors["lm_head.weight"] = rng.normal(size=(300, 96)).astype(dtype)
+    return tensors
+
+
+def gpt2_tensors(rng):
+    tensors = {}
+    for i in range(3):
+        tensors[f"h.{i}.attn.c_attn.weight"] = rng.normal(size=(48, 144)).astype(np.float32)
+        tensors[f"h.{i}.attn.c_attn.bias"] = rng.normal(size=144).astype(np.float32)
+        tensors[f"h.{i}.mlp.c_fc.weight"] = rng.normal(size=(48, 192)).astype(np.float32)
+    tensors["wte.weight"] = rng.normal(size=(200, 48)).astype(np.float32)
+    return tensors
+
+
+def neox_tensors(rng):
+    tensors = {}
+    for i in range(3):
+        base = f"gpt_neox.layers.{i}.attention.query_key_value"
+        tensors[f"{base}.weight"] = rng.normal(size=(144, 48)).astype(np.float32)
+        tensors[f"{base}.bias"] = rng.normal(size=144).astype(np.float32)
+    tensors["gpt_neox.embed_in.weight"] = rng.normal(size=(200, 48)).astype(np.float32)
+    return tensors
+
+
+def write(folder: Path, tensors, config, shards: int = 1) -> Path:
+    """A model folder as save_pretrained leaves it; with shards, tensors in order, the last shard last."""
+    folder.mkdir(parents=True)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    names = list(tensors)
+    places = {}
+    for i, part in enumerate(np.array_split(names, shards)):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        save_file({str(n): tensors[str(n)] for n in part}, folder / file)
+        places |= {str(n): file for n in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+MODELS = {
+    "llama, 5 shards": (llama_tensors, LLAMA_CONFIG, 5),
+    "llama, 1 file": (llama_tensors, LLAMA_CONFIG, 1),
+    "bert": (
+        lambda rng: bert_tensors(rng, 3, 48),
+        BERT_CONFIG | {"hidden_size": 48, "num_hidden_layers": 3},
+        1,
+    ),
+    "gpt2, fused, 3 shards": (gpt2_tensors, GPT2_CONFIG, 3),
+    "neox, fused by head": (neox_tensors, NEOX_CONFIG, 1),
+}
+
+
+def make(case: str, folder: Path) -> Path:
+    tensors, config, shards = MODELS[case]
+    return write(folder, tensors(np.random.default_rng(0)), config, shards)
+
+
+def needed(folder: Path) -> tuple[int, int]:
+    """(bytes of Q and K, bytes of headers, index and config) by an account of its own, from the local files."""
+    checkpoint = open_checkpoint(folder)
+    layout = find_layers(checkpoint.tensors, checkpoint.config, checkpoint.read, source="x")
+    wanted = {need for layer in layout.layers for need in layer.needs()}
+    infos = [checkpoint.tensors[name].head(rows) for name, rows in wanted]
+    around = sum(p.stat().st_size for p in folder.glob("*.json"))
+    for file in {info.file for info in infos}:
+        around += 8 + struct.unpack("<Q", file.read_bytes()[:8])[0]
+    return sum(info.nbytes for info in infos), around
+
+
+def rows_of(table):
+    return table.models[0].rows
+
+
+def refusal(source="org/name", **options) -> str:
+    """The message of a source that cannot be scanned."""
+    with pytest.raises(QKFormError) as caught:
+        qk.scan(source, **options)
+    message = str(caught.value)
+    seen, error = "", caught.value
+    while error is not None:
+        seen += repr(error) + str(vars(error))
+        error = None if error.__suppress_context__ else error.__context__
+    assert TOKEN not in seen
+    return message
+
+
+# ---- bytes, scores, faults
+
+
+@pytest.mark.parametrize("cdn", [False, True], ids=["hub", "cdn"])
+@pytest.mark.parametrize("case", MODELS)
+def test_only_q_and_k_are_served_and_scores_are_those_of_the_files(case, cdn, hub, tmp_path, record_property):
+    folder = make(case, tmp_path / "m")
+    hub.add("org/name", folder)
+    hub.cdn = cdn
+    table, local = qk.scan("org/name"), qk.scan(folder)
+    assert rows_of(table) == rows_of(local)  # bit for bit
+    weights, around = needed(folder)
+    served = hub.bytes_of()
+    record_property("served / needed", (served - around) / weights)
+    assert weights + around <= served <= 1.02 * weights + around, (served, weights, around)
+    assert table.models[0].bytes_read == served
+    assert table.models[0].revision == COMMIT
+    assert local.models[0].revision is None
+    assert hub.most_running <= ahead.PARALLEL
+    if case.startswith("llama, 5"):
+        assert "model-00005-of-00005.safetensors" not in hub.served  # no Q or K in it: not even its header
+
+
+@pytest.mark.parametrize("fault", ["500", "429", "cut", "hang"])
+@pytest.mark.parametrize("case", ["llama, 5 shards", "gpt2, fused, 3 shards"])
+def test_scores_are_the_same_with_every_second_request_failing(case, fault, hub, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)  # seconds, of a server that hangs for one
+    folder = make(case, tmp_path / "m")
+    hub.add("org/name", folder)
+    hub.fault = fault
+    if fault == "hang":
+        hub.failing = lambda nth: nth == 1
+    table = qk.scan("org/name")
+    assert rows_of(table) == rows_of(qk.scan(folder))
+    weights, around = needed(folder)
+    assert hub.failed >= 5
+    tensors = hub.bytes_of("safetensors")
+    documents = sum(p.stat().st_size for p in folder.glob("*.json"))
+    assert tensors <= 1.02 * weights + around - documents  # a cut read is resumed: no byte twice
+
+
+def test_a_server_that_keeps_failing_is_given_up_with_the_file_and_the_status(hub, tmp_path):
+    hub.add("org/name", make("bert", tmp_path / "m"))
+    qk.scan("org/name")
+    hub.fault, hub.failing = "500", lambda nth: True
+    hub._seen.clear()
+    message = refusal()
+    assert "500" in message
+    assert f"{remote.TRIES} attempts" in message
+    assert hub.failed == remote.TRIES
+
+
+def test_retries_wait_longer_each_time_within_bounds(monkeypatch):
+    monkeypatch.setattr(remote, "BACKOFF_SECONDS", 0.5)
+    waits = [[remote.backoff(n) for _ in range(50)] for n in range(1, 9)]
+    for n, some in enumerate(waits):
+        assert all(min(20, 0.5 * 2**n) * 0.5 <= wait <= min(20, 0.5 * 2**n) for wait in some)
+        assert len(set(some)) > 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"Retry-After": "7"}, 7.0),
+        ({"RateLimit": '"resolvers";r=0;t=55'}, 56.0),
+        ({"RateLimit": '"resolvers";r=3;t=55'}, None),
+        ({"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}, None),
+        ({}, None),
+    ],
+)
+def test_what_the_server_asks_to_wait_is_waited(headers, seconds, monkeypatch, hub, tmp_path):
+    assert remote._asked_wait(headers) == seconds
+    slept = []
+    monkeypatch.setattr(remote, "sleep", slept.append)
+    hub.add("org/name", make("bert", tmp_path / "m"))
+
+    def once(handler):
+        del hub.custom["/api/models/org/name/revision/main"]
+        handler.send_response(429)
+        for key, value in headers.items():
+            handler.send_header(key, value)
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    hub.custom["/api/models/org/name/revision/main"] = once
+    qk.scan("org/name")
+    assert slept == [seconds] if seconds is not None else 0 < slept[0] < 1
+
+
+def test_an_hour_of_waiting_is_refused(hub, tmp_path):
+    hub.add("org/name", make("bert", tmp_path / "m"))
+
+    def limited(handler):
+        handler.send_response(429)
+        handler.send_header("Retry-After", "3600")
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    hub.custom["/api/models/org/name/revision/main"] = limited
+    assert "wait 3,600 seconds" in refusal()
+
+
+def test_a_server_that_ignores_ranges_is_read_up_to_a_limit(hub, tmp_path, monkeypatch):
+    folder = make("bert", tmp_path / "m")
+    hub.add("org/name", folder)
+    hub.ignore_ranges = True
+    assert rows_of(qk.scan("org/name")) == rows_of(qk.scan(folder))
+    monkeypatch.setattr(remote, "MAX_SKIPPED", 20_000)
+    assert "ignores byte ranges" in refusal()
+
+
+@pytest.mark.parametrize("sent", ["bytes 0-7/9", "bytes 5-9/100000", "nonsense", "bytes 9-3/100"])
+def test_other_bytes_than_asked_for_are_refused(sent, hub, tmp_path):
+    hub.add("org/name", make("bert", tmp_path / "m"))
+    hub.content_range = sent
+    message = refusal()
+    assert "org/name/model.safetensors" in message
+    assert sent in message or "not the same file" in message
+
+
+# ---- the order and the amount of reading ahead
+
+
+def file_of(hub, tmp_path, nbytes):
+    data = np.random.default_rng(1).integers(0, 256, nbytes, dtype=np.uint8)
+    (tmp_path / "f").mkdir()
+    (tmp_path / "f" / "x.bin").write_bytes(data.tobytes())
+    hub.add("org/name", tmp_path / "f")
+    return data, {Path("x"): Target(f"{hub.address}/org/name/resolve/{COMMIT}/x.bin", "x", nbytes)}
+
+
+def test_reading_ahead_is_bounded_and_gives_every_byte(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(ahead, "AHEAD_BYTES", 40_000)
+    monkeypatch.setattr(ahead, "WINDOW_BYTES", 10_000)
+    monkeypatch.setattr(ahead, "REQUEST_BYTES", 3_000)
+    data, targets = file_of(hub, tmp_path, 400_000)
+    reader = AheadReader(Web(None), targets)
+    ranges = [(Path("x"), at, 7_001) for at in range(0, 380_000, 9_000)]
+    ranges.insert(5, (Path("x"), 100, 90_000))  # larger than all that may be held
+    reader.plan(ranges)
+    time.sleep(0.3)
+    assert 0 < hub.bytes_of() <= 40_000 + 3_000
+    for _, at, nbytes in ranges:
+        assert (reader.read(Path("x"), at, nbytes) == data[at : at + nbytes]).all()
+    assert reader._held == 0
+    assert reader.bytes_read == hub.bytes_of() == sum(n for _, _, n in ranges)
+    assert (reader.read(Path("x"), 17, 5) == data[17:22]).all()  # not planned
+
+
+def test_a_tensor_that_is_read_twice_is_fetched_once(hub, tmp_path):
+    data, targets = file_of(hub, tmp_path, 50_000)
+    reader = AheadReader(Web(None), targets)
+    ranges = [(Path("x"), 0, 9_000), (Path("x"), 20_000, 9_000), (Path("x"), 0, 9_000)]
+    reader.plan(ranges)
+    for _, at, nbytes in ranges:
+        assert (reader.read(Path("x"), at, nbytes) == data[at : at + nbytes]).all()
+    assert hub.bytes_of() == 18_000
+    assert not reader._kept
+
+
+def test_requests_run_side_by_side(hub, tmp_path):
+    data, targets = file_of(hub, tmp_path, 80_000)
+    hub.delay = 0.15
+    reader = AheadReader(Web(None), targets)
+    ranges = [(Path("x"), at, 5_000) for at in range(0, 80_000, 10_000)]
+    start = time.monotonic()
+    reader.plan(ranges)
+    for _, at, nbytes in ranges:
+        assert (reader.read(Path("x"), at, nbytes) == data[at : at + nbytes]).all()
+    assert 2 <= hub.most_running <= ahead.PARALLEL
+    assert time.monotonic() - start < 8 * 0.15
+
+
+def test_threads_end_with_their_reader(hub, tmp_path):
+    _, targets = file_of(hub, tmp_path, 80_000)
+    reader = AheadReader(Web(None), targets)
+    reader.read(Path("x"), 0, 10)
+    assert any(t.name == "qkform-fetch" for t in threading.enumerate())
+    del reader
+    gc.collect()
+    for _ in range(100):
+        if not any(t.name == "qkform-fetch" for t in threading.enumerate()):
+            return
+        time.sleep(0.02)
+    pytest.fail("threads of a reader that is gone")
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 3_000), st.integers(1, 400)), min_size=1, max_size=40
+    )
+)
+def test_joined_ranges_hold_every_range_and_waste_little(items):
+    ranges = [(Path(f"f{file}"), begin, nbytes) for file, begin, nbytes in items]
+    found = pieces(ranges)
+    held = [item for piece in found for item in piece.ranges]
+    assert sorted(held) == sorted(set(ranges))
+    for piece in found:
+        covered = set()
+        for file, begin, nbytes in piece.ranges:
+            assert file == piece.file
+            assert piece.begin <= begin
+            assert begin + nbytes <= piece.end
+            covered |= set(range(begin, begin + nbytes))
+        assert piece.nbytes <= 1.01 * len(covered)
+
+
+def test_neighbours_share_a_request_and_strangers_do_not():
+    f = Path("f")
+    assert len(pieces([(f, 1000, 500), (f, 0, 1000)])) == 1
+    assert len(pieces([(f, 0, 1000), (f, 1010, 1000)])) == 1  # a gap of 10 costs half a percent
+    assert len(pieces([(f, 0, 1000), (f, 1100, 1000)])) == 2
+
+
+# ---- names and choices
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("org/name", HubName("org/name")),
+        ("gpt2", HubName("gpt2")),
+        ("hf://org/name", HubName("org/name", None, "", True)),
+        ("hf://models/org/name", HubName("org/name", None, "", True)),
+        ("hf://gpt2", HubName("gpt2", None, "", True)),
+        ("hf://gpt2@v1/onnx", HubName("gpt2", "v1", "onnx", True)),
+        ("hf://org/name@v1.0", HubName("org/name", "v1.0", "", True)),
+        ("hf://org/name@refs%2Fpr%2F1/a/b.gguf", HubName("org/name", "refs/pr/1", "a/b.gguf", True)),
+        ("https://huggingface.co/org/name", HubName("org/name", None, "", True)),
+        ("https://huggingface.co/org/name/tree/v1", HubName("org/name", "v1", "", True)),
+        ("https://huggingface.co/gpt2/blob/main/model.safetensors?x=1",
+         HubName("gpt2", "main", "model.safetensors", True)),
+        ("runs/x/y", None),
+        ("./org", None),
+        ("../name", None),
+        ("/org/name", None),
+        ("~/name", None),
+        ("model.gguf", None),
+        ("model.bin", None),
+        ("a--b/c", None),
+        ("org/", None),
+        ("", None),
+        ("C:\\x", None),
+        ("sample:minilm", None),
+    ],
+)  # fmt: skip
+def test_what_is_a_hub_name(text, expected):
+    assert hub_name(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("hf://datasets/org/name", "dataset"),
+        ("https://huggingface.co/spaces/org/name", "space"),
+        ("https://example.org/model.safetensors", "not an address of the hub"),
+        ("hf://", "names no repository"),
+        ("hf://org/name/../other", "names no repository"),
+        ("hf://org/..", "names no repository"),
+    ],
+)
+def test_addresses_of_something_else_are_refused(text, word):
+    with pytest.raises(SourceError, match=word):
+        hub_name(text)
+
+
+def test_a_folder_of_that_name_goes_first(hub, tmp_path):
+    make("bert", tmp_path / "org" / "name")
+    assert qk.scan("org/name").models[0].revision is None
+    assert not hub.requests
+
+
+def test_a_folder_or_a_file_of_a_repository(hub, tmp_path):
+    root = tmp_path / "m"
+    folder = make("bert", root / "encoders" / "one")
+    make("gpt2, fused, 3 shards", root / "encoders" / "two")
+    save_file(bert_tensors(np.random.default_rng(5), 3, 48), folder / "other.safetensors")
+    hub.add("org/name", root)
+    local = rows_of(qk.scan(folder))
+    assert rows_of(qk.scan("hf://org/name/encoders/one")) == local
+    assert rows_of(qk.scan(f"{hub.address}/org/name/tree/main/encoders/one")) == local
+    assert rows_of(qk.scan("hf://org/name/encoders/one/other.safetensors")) != local
+    message = refusal("org/name")
+    assert "hf://org/name/encoders/one, hf://org/name/encoders/two" in message
+    message = refusal("hf://org/name/decoders")
+    assert "no file or folder 'decoders'" in message
+    assert "hf://org/name/encoders/one/model.safetensors" in message
+    assert "holds no weights" in refusal("hf://org/name/encoders/one/config.json")
+
+
+def test_several_variants_are_listed(hub, tmp_path):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    for name in ("a", "b"):
+        save_file(bert_tensors(np.random.default_rng(0)), folder / f"{name}.safetensors")
+    hub.add("org/name", folder)
+    assert "name one: hf://org/name/a.safetensors, hf://org/name/b.safetensors" in refusal()
+
+
+def test_a_repository_without_weights(hub, tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "README.md").write_text("nothing")
+    hub.add("org/name", tmp_path / "m")
+    assert "no weights among its 1 files" in refusal()
+
+
+# ---- revisions, cache, offline
+
+
+def test_revisions_are_commits_in_the_record_and_steps_where_they_tell(hub, tmp_path):
+    first = make("bert", tmp_path / "m1")
+    second = write(tmp_path / "m2", bert_tensors(np.random.default_rng(9), 3, 48), MODELS["bert"][1])
+    hub.add("org/name", first)
+    hub.add("org/name", second, OTHER)
+    hub.branches["step1000"] = OTHER
+    old, new = qk.scan("org/name"), qk.scan("org/name", revision="step1000")
+    assert (old.models[0].revision, new.models[0].revision) == (COMMIT, OTHER)
+    assert (old.models[0].step, new.models[0].step) == (None, 1000)
+    assert rows_of(old) == rows_of(qk.scan(first))
+    assert rows_of(new) == rows_of(qk.scan(second))
+    assert rows_of(qk.scan("hf://org/name@step1000")) == rows_of(new)
+    assert rows_of(qk.scan("org/name", revision=OTHER)) == rows_of(new)
+    resolved = {path for _, path, _ in hub.requests if "/resolve/" in path}
+    assert all(f"/resolve/{COMMIT}/" in p or f"/resolve/{OTHER}/" in p for p in resolved)
+    assert "'v9'" in refusal(revision="v9")
+    assert "'v1'" in refusal("hf://org/name@v1", revision="v2")
+
+
+def fill_cache(hub, repo="org/name"):
+    from huggingface_hub import hf_hub_download
+
+    folder = next(iter(hub.repositories[repo].values()))
+    for file in folder.iterdir():
+        hf_hub_download(repo, file.name, endpoint=hub.address)
+    hub.requests.clear()
+    hub.served.clear()
+
+
+def test_what_the_cache_holds_is_read_without_the_network(hub, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    folder = make("llama, 5 shards", tmp_path / "m")
+    hub.add("org/name", folder)
+    local = rows_of(qk.scan(folder))
+    fill_cache(hub)
+    table = qk.scan("org/name", revision=COMMIT)
+    assert (rows_of(table), table.models[0].revision) == (local, COMMIT)
+    assert not hub.requests
+    assert rows_of(qk.scan("org/name")) == local
+    assert [path for _, path, _ in hub.requests] == ["/api/models/org/name/revision/main"]
+    hub.close()  # no network: what the branch last was
+    table = qk.scan("org/name")
+    assert (rows_of(table), table.models[0].revision) == (local, COMMIT)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert qk.scan("org/name").models[0].revision == COMMIT
+    message = refusal("org/other")
+    assert "HF_HUB_OFFLINE" in message
+    assert "hf download org/other" in message
+    assert "no file or folder named 'org/other'" in message
+    assert "v7" in refusal(revision="v7")
+
+
+def test_shards_in_the_cache_are_not_fetched_again(hub, tmp_path):
+    from huggingface_hub import hf_hub_download
+
+    folder = make("llama, 5 shards", tmp_path / "m")
+    hub.add("org/name", folder)
+    shard = "model-00002-of-00005.safetensors"
+    hf_hub_download("org/name", shard, endpoint=hub.address)
+    hub.served.clear()
+    assert rows_of(qk.scan("org/name")) == rows_of(qk.scan(folder))
+    assert shard not in hub.served
+    assert len(hub.served) > 3
+
+
+def test_no_network_says_so_and_what_would_work(hub):
+    hub.close()
+    message = refusal("org/name")
+    assert "cannot be reached" in message
+    assert "no file or folder named 'org/name'" in message
+    assert TOKEN not in message
+
+
+# ---- refusals
+
+
+def test_a_missing_model_is_told_with_both_readings(hub):
+    for source in ("org/none", "gpt9"):
+        message = refusal(source)
+        assert f"no model '{source}' that you may see" in message
+        assert "no file or folder named" in message
+        assert "hf auth login" in message
+    assert "no file or folder" not in refusal("hf://org/none")
+
+
+def test_gated_private_and_disabled_models(hub, tmp_path):
+    folder = make("bert", tmp_path / "m")
+    hub.add("org/name", folder)
+    hub.token = TOKEN
+    hub.gated = True
+    message = refusal()
+    assert "gated" in message
+    assert f"accept its terms at {hub.address}/org/name" in message
+    assert "no token was given" in message
+    message = refusal(token="hf_another")
+    assert "403" in message
+    assert "hf_another" not in message
+    assert rows_of(qk.scan("org/name", token=TOKEN)) == rows_of(qk.scan(folder))
+    hub.gated, hub.private = False, True
+    assert "that you may see (status 401; no token" in refusal()
+    assert "404; the token that was used" in refusal(token="hf_another")
+    assert qk.scan("org/name", token=TOKEN).models
+    hub.private, hub.disabled = False, True
+    assert "disabled" in refusal(token=TOKEN)
+
+
+def test_a_file_that_the_list_has_and_the_server_has_not(hub, tmp_path):
+    hub.add("org/name", make("bert", tmp_path / "m"))
+    hub.custom[f"/org/name/resolve/{COMMIT}/model.safetensors"] = lambda h: h._refuse(404, "EntryNotFound")
+    message = refusal()
+    assert "org/name/model.safetensors is not in the repository (status 404)" in message
+
+
+@pytest.mark.parametrize("bad", ["hf_with\nbreak", "hf with space", "hf_é"])
+def test_a_token_that_cannot_be_one_is_refused_without_being_shown(bad, hub, tmp_path):
+    hub.add("org/name", make("bert", tmp_path / "m"))
+    message = refusal(token=bad)
+    assert "the token holds characters" in message
+    assert bad not in message
+    assert not hub.requests
+
+
+def test_the_token_goes_to_the_hub_and_to_no_other_host(hub, tmp_path, caplog):
+    caplog.set_level(0)
+    hub.add("org/name", make("llama, 5 shards", tmp_path / "m"))
+    hub.cdn, hub.token, hub.gated = True, TOKEN, True
+    table = qk.scan("org/name", token=TOKEN)
+    assert len(hub.cdn_requests) > 5
+    assert not any("authorization" in headers for headers in hub.cdn_requests)
+    asked = [h for _, path, h in hub.requests if path.startswith("/org/name")]
+    assert any(h.get("authorization") == f"Bearer {TOKEN}" for h in asked)
+    assert TOKEN not in table.to_json()
+    assert TOKEN not in caplog.text
+    assert TOKEN not in repr(Options(token=TOKEN))
+    hub_requests = [p for _, p, h in hub.requests if "authorization" in h and p.endswith(".safetensors")]
+    assert len(hub_requests) < len(hub.cdn_requests)  # an address that the hub gave out is asked directly
+
+
+def test_an_expired_address_is_asked_for_again(hub, tmp_path):
+    data, targets = file_of(hub, tmp_path, 1_000)
+    hub.cdn = True
+    reader = AheadReader(Web(None), targets)
+    assert (reader.read(Path("x"), 0, 10) == data[:10]).all()
+    hub.sign = "2"
+    assert (reader.read(Path("x"), 10, 10) == data[10:20]).all()
+
+
+# ---- files that ranges cannot serve
+
+
+def test_other_formats_say_what_would_be_downloaded_and_do_it_with_download(hub, tmp_path, monkeypatch):
+    from qkform.checkpoints import hub as hub_module
+
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(BERT_CONFIG))
+    (folder / "pytorch_model.bin").write_bytes(b"x" * 2_500_000)
+    (folder / "training_args.bin").write_bytes(b"y")
+    (folder / "tf_model.h5").write_bytes(b"z")
+    hub.add("org/name", folder)
+    message = refusal()
+    assert "--download would fetch 2.5 MB (pytorch_model.bin, config.json)" in message
+    assert str(tmp_path / "cache") in message
+    assert not hub.served
+    opened = []
+
+    def open_there(path, source):
+        opened.append((path, path.read_bytes()[:1], sorted(p.name for p in path.parent.iterdir()), source))
+        return open_checkpoint(make("bert", tmp_path / "other"), source=source)
+
+    monkeypatch.setattr(hub_module, "open_checkpoint", open_there)
+    assert qk.scan("org/name", download=True).models[0].revision == COMMIT
+    ((path, start, names, source),) = opened
+    assert path.name == "pytorch_model.bin"
+    assert (start, names, source) == (b"x", ["config.json", "pytorch_model.bin"], "org/name")
+
+
+def test_a_gguf_file_is_downloaded_and_read(hub, tmp_path):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    gguf_file(folder, "llama", None).rename(folder / "a.gguf")
+    (folder / "b.gguf").write_bytes((folder / "a.gguf").read_bytes())
+    hub.add("org/name", folder)
+    assert "name one: hf://org/name/a.gguf, hf://org/name/b.gguf" in refusal()
+    assert "--download" in refusal("hf://org/name/a.gguf")
+    table = qk.scan("hf://org/name/a.gguf", download=True)
+    assert rows_of(table) == rows_of(qk.scan(folder / "a.gguf"))
+    assert "b.gguf" not in hub.served
+
+
+def test_a_refused_download_is_told_in_the_same_words(hub, tmp_path):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    hub.add("org/name", folder)
+    hub.gated, hub.token = True, TOKEN
+    assert "accept its terms" in refusal(download=True)
+
+
+# ---- hostile servers
+
+
+def test_an_index_that_leads_out_of_the_repository_is_refused(hub, tmp_path):
+    folder = make("llama, 5 shards", tmp_path / "m")
+    index = folder / "model.safetensors.index.json"
+    for shard in ("../other/model.safetensors", "/etc/passwd", "..", "a/b.safetensors", "http://x/y", 7):
+        index.write_text(json.dumps({"weight_map": {"a.weight": shard}}))
+        hub.repositories = {"org/name": {COMMIT: folder}}
+        hub.served.clear()
+        assert "plain file name in the same folder" in refusal()
+    index.write_text(json.dumps({"weight_map": {"a.weight": "model-00009-of-00005.safetensors"}}))
+    assert "which the repository does not have" in refusal()
+
+
+def test_a_list_with_names_that_lead_out_is_not_followed(hub):
+    def answer(handler):
+        files = ["../../x/model.safetensors", "/model.safetensors", "a\\b.safetensors", "a//b", 5, None]
+        handler._json({"sha": COMMIT, "siblings": [{"rfilename": f, "size": 9} for f in files]})
+
+    hub.custom["/api/models/org/name/revision/main"] = answer
+    assert "no weights among its 0 files" in refusal()
+    hub.custom["/api/models/org/name/revision/main"] = lambda h: h._json({"sha": "../..", "siblings": []})
+    assert "without a commit" in refusal()
+    hub.custom["/api/models/org/name/revision/main"] = lambda h: h._json([1])
+    assert "without a commit" in refusal()
+
+
+def send(handler, body, **headers):
+    handler.send_response(206 if "Content-Range" in headers else 200)
+    for key, value in headers.items():
+        handler.send_header(key.replace("_", "-"), value)
+    handler.send_header("Connection", "close")  # as no length is given
+    handler.close_connection = True
+    handler.end_headers()
+    if callable(body):
+        body(handler)
+    else:
+        handler.wfile.write(body)
+
+
+def endless(handler):
+    block = b" " * 2**20
+    while True:
+        handler.wfile.write(block)
+
+
+def weights_answer(hub, folder, answer):
+    hub.add("org/name", folder)
+    hub.custom[f"/org/name/resolve/{COMMIT}/model.safetensors"] = answer
+
+
+def test_endless_answers_are_cut_off(hub, tmp_path, monkeypatch):
+    from qkform.checkpoints import hub as hub_module
+
+    monkeypatch.setattr(hub_module, "MAX_JSON_BYTES", 4 * 2**20)
+    folder = make("bert", tmp_path / "m")
+    list_address = "/api/models/org/name/revision/main"
+    tracemalloc.start()
+    hub.custom[list_address] = lambda h: send(h, endless)
+    assert "longer than" in refusal()
+    del hub.custom[list_address]
+    hub.add("org/name", folder)
+    hub.custom[f"/org/name/resolve/{COMMIT}/config.json"] = lambda h: send(h, endless)
+    assert "longer than" in refusal()
+    del hub.custom[f"/org/name/resolve/{COMMIT}/config.json"]
+    weights_answer(hub, folder, lambda h: send(h, endless))
+    assert "header" in refusal()
+    assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
+    tracemalloc.stop()
+
+
+def test_a_header_of_2_to_the_60_bytes(hub, tmp_path):
+    folder = make("bert", tmp_path / "m")
+    data = struct.pack("<Q", 2**60) + bytes(100)
+    (folder / "model.safetensors").write_bytes(data)
+    hub.add("org/name", folder)
+    assert "announces a header of 1,152,921,504,606,846,976 bytes" in refusal()
+    assert hub.bytes_of("safetensors") <= 8
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"abc", b"version https://git-lfs.github.com/spec/v1\noid sha256:0"]
+)
+def test_files_that_are_no_safetensors(content, hub, tmp_path):
+    folder = make("bert", tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(content)
+    hub.add("org/name", folder)
+    assert "model.safetensors" in refusal()
+
+
+def test_compressed_answers_are_refused(hub, tmp_path):
+    folder = make("bert", tmp_path / "m")
+    body = gzip.compress(bytes(10**7))
+    hub.add("org/name", folder)
+    for file in ("config.json", "model.safetensors"):
+        address = f"/org/name/resolve/{COMMIT}/{file}"
+        hub.custom[address] = lambda h: send(h, body, Content_Encoding="gzip", Content_Length=str(len(body)))
+        message = refusal()
+        assert "compressed" in message
+        assert file in message
+        del hub.custom[address]
+
+
+def test_a_redirect_loop_ends(hub, tmp_path):
+    folder = make("bert", tmp_path / "m")
+
+    def again(handler):
+        handler.send_response(302)
+        handler.send_header("Location", handler.path)
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    weights_answer(hub, folder, again)
+    assert "redirect" in refusal().lower()
+    assert len(hub.requests) < 40
+
+
+@pytest.mark.parametrize("location", ["file:///etc/passwd", "ftp://x/y", "http://[bad", "//"])
+def test_a_redirect_to_something_else_is_refused(location, hub, tmp_path):
+    folder = make("bert", tmp_path / "m")
+
+    def away(handler):
+        handler.send_response(302)
+        handler.send_header("Location", location)
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    weights_answer(hub, folder, away)
+    assert "org/name/model.safetensors cannot be fetched" in refusal()
+
+
+def test_a_trickle_is_given_up(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "TRICKLE_SECONDS", 0.05)
+    monkeypatch.setattr(remote, "TRIES", 1)
+    folder = make("bert", tmp_path / "m")
+
+    def drip(handler):
+        handler.send_response(206)
+        handler.send_header("Content-Range", f"bytes 0-7/{(folder / 'model.safetensors').stat().st_size}")
+        handler.send_header("Content-Length", "8")
+        handler.end_headers()
+        for _ in range(8):
+            handler.wfile.write(b"\0")
+            time.sleep(0.04)
+
+    weights_answer(hub, folder, drip)
+    assert "too slow" in refusal()
+
+
+def test_an_index_of_a_quarter_of_a_million_entries(hub, tmp_path):
+    folder = make("llama, 5 shards", tmp_path / "m")
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    more = {f"x.{i}": "model-00001-of-00005.safetensors" for i in range(250_000)}
+    index.write_text(json.dumps({"weight_map": places | more}))
+    hub.add("org/name", folder)
+    start = time.monotonic()
+    assert rows_of(qk.scan("org/name"))  # what it adds is never looked at
+    index.write_text(json.dumps({"weight_map": {f"x.{i}": f"s{i}" for i in range(11_000)}}))
+    assert "over more than 10,000 files" in refusal()
+    assert time.monotonic() - start < 60
+
+
+def test_a_config_that_is_no_object(hub, tmp_path):
+    hub.add("org/name", write(tmp_path / "m", bert_tensors(np.random.default_rng(0)), [1, 2]))
+    with pytest.raises(ConfigError, match="JSON list"):
+        qk.scan("org/name")
+
+
+# ---- the header's own validation, against the format's library
+
+
+def sound(header: bytes, size: int) -> bool:
+    try:
+        parse_header(header, size, Path("x"))
+    except CheckpointError:
+        return False
+    return True
+
+
+def library_opens(path: Path) -> bool:
+    try:
+        with safe_open(path, framework="numpy"):
+            return True
+    except (SafetensorError, ValueError, OSError):
+        return False
+
+
+entries = st.builds(
+    lambda dtype, shape, begin, length, extra: {
+        "dtype": dtype, "shape": shape, "data_offsets": [begin, begin + length, *extra]
+    },
+    st.sampled_from([*BITS, "Q7"]),
+    st.lists(st.integers(-1, 4), max_size=3),
+    st.integers(-1, 40),
+    st.integers(-1, 40),
+    st.sampled_from([[], [], [], [1]]),
+)  # fmt: skip
+
+
+@st.composite
+def packed(draw):
+    """A header whose tensors lie end to end, as sound files have them."""
+    header, at = {}, 0
+    for i in range(draw(st.integers(0, 4))):
+        dtype = draw(st.sampled_from(list(BITS)))
+        shape = draw(st.lists(st.integers(0, 4), max_size=3))
+        bits = BITS[dtype] * int(np.prod(shape, dtype=int))
+        end = at + bits // 8
+        header[f"t{draw(st.integers(0, 99))}{i}"] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [at, end],
+        }
+        at = end
+    if draw(st.booleans()):
+        header["__metadata__"] = draw(st.one_of(st.none(), st.dictionaries(st.text(), st.text(), max_size=2)))
+    return json.dumps(header).encode(), at
+
+
+def mutated(draw):
+    raw, data = draw(packed())
+    kind = draw(st.integers(0, 4))
+    if kind == 0 and raw:
+        at = draw(st.integers(0, len(raw) - 1))
+        raw = raw[:at] + draw(st.binary(min_size=1, max_size=3)) + raw[at + 1 :]
+    elif kind == 1:
+        raw = json.dumps(draw(st.dictionaries(st.sampled_from("abc"), entries, max_size=3))).encode()
+        data = draw(st.integers(0, 60))
+    elif kind == 2:
+        data += draw(st.integers(-2, 2))
+    elif kind == 3:
+        odd = ["NaN", "-0", "1.0", "1e2", "true", "null", '"\\ud800"', "18446744073709551616", "[[1]]", "{}"]
+        word = draw(st.sampled_from(["1", "0", "2", "[", '"']))
+        raw = raw.decode().replace(word, draw(st.sampled_from(odd)), 1).encode()
+    return raw, max(data, 0)
+
+
+@given(st.data())
+def test_what_the_formats_library_refuses_is_refused(tmp_path_factory, data):
+    raw, nbytes = mutated(data.draw)
+    path = tmp_path_factory.getbasetemp() / "mutated.safetensors"
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(nbytes))
+    if sound(raw, 8 + len(raw) + nbytes):
+        assert library_opens(path), raw
+
+
+@given(packed())
+def test_what_the_formats_library_writes_is_read(tmp_path_factory, case):
+    raw, nbytes = case
+    path = tmp_path_factory.getbasetemp() / "packed.safetensors"
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(nbytes))
+    assert sound(raw, 8 + len(raw) + nbytes) == library_opens(path), raw
+
+
+def whole(entry_text: str, size: int = 4) -> tuple[bytes, int]:
+    raw = ('{"a":' + entry_text + "}").encode()
+    return raw, 8 + len(raw) + size
+
+
+GOOD = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+
+
+@pytest.mark.parametrize(
+    ("raw", "size", "word"),
+    [
+        (*whole(GOOD.replace("[1]", "[-0]")), "-0"),
+        (*whole(GOOD.replace("[1]", "[1.0]")), "1.0"),
+        (*whole(GOOD.replace("[1]", "[true]")), "whole numbers"),
+        (*whole(GOOD.replace("[1]", "[NaN]")), "NaN"),
+        (*whole(GOOD.replace("0,4]", "4,0]")), "data_offsets"),
+        (*whole(GOOD.replace("0,4]", "0,4,4]")), "data_offsets"),
+        (*whole(GOOD.replace('"F32"', '"f32"')), "dtype"),
+        (*whole(GOOD.replace('"F32"', "7")), "dtype"),
+        (*whole(GOOD[:-1] + ',"dtype":"F32"}'), "twice"),
+        (*whole(GOOD + ',"a":' + GOOD), "twice"),
+        (*whole('["F32",[1],[0,4]]'), "described by"),
+        (*whole(GOOD.replace("[1]", f"[{2**63},{2**63},0]"), 0), "more bytes"),
+        (*whole(GOOD + ',"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[4,4]}'), "Unicode"),
+        (*whole(GOOD + ',"__metadata__":{"a":1}'), "metadata"),
+        (b"\xef\xbb\xbf{}", 13, "starts with"),
+        (" {}".encode("utf-16-le"), 14, "starts with"),
+        (b"{}", 11, "no tensor"),
+        (b'{"a":' * 100_000, 500_008, "nested"),
+        (*whole(GOOD + ',"b":' + GOOD, 8), "overlaps"),  # in all as many bytes as the file has
+        (*whole(GOOD.replace("0,4", "4,8") + ',"b":' + GOOD.replace("0,4", "4,8"), 8), "hole"),
+        (*whole(GOOD, 5), "no tensor"),
+        (*whole(GOOD, 3), "truncated"),
+        (*whole('{"dtype":"F4","shape":[3],"data_offsets":[0,1]}', 1), "bits"),
+    ],
+)
+def test_a_header_that_is_not_sound(raw, size, word, tmp_path):
+    with pytest.raises(CheckpointError, match=word):
+        parse_header(raw, size, Path("x"))
+
+
+def test_a_good_header_is_read():
+    raw, size = whole(GOOD)
+    info = parse_header(raw, size, Path("x"))["a"]
+    assert (info.shape, info.dtype, info.offset, info.nbytes) == ((1,), "F32", 8 + len(raw), 4)
+    assert header_length(struct.pack("<Q", len(raw)), size, Path("x")) == len(raw)
+
+
+def test_a_file_that_shrinks_after_its_header_was_read_is_an_error(tmp_path):
+    folder = make("bert", tmp_path / "m")
+    checkpoint = open_checkpoint(folder)
+    name = next(n for n in checkpoint.tensors if n.endswith("layer.2.attention.self.value.weight"))
+    os.truncate(folder / "model.safetensors", 5_000)
+    with pytest.raises(CheckpointError, match="truncated"):
+        checkpoint.read(name)
+
+
+# ---- the command
+
+
+def command(hub, *arguments, cwd, **env):
+    return subprocess.run(
+        [sys.executable, "-m", "qkform", "scan", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(cwd / "home"), **env},
+    )
+
+
+def test_the_command_scans_a_hub_id_with_its_options(hub, tmp_path):
+    folder = make("bert", tmp_path / "m")
+    hub.add("org/name", folder)
+    hub.add("org/name", folder, OTHER)
+    hub.branches |= {"step1": COMMIT, "step2": OTHER}
+    hub.token, hub.private = TOKEN, True
+    run = command(
+        hub, "org/name", "--revision", "step1,step2", "--format", "json", "--token", TOKEN, cwd=tmp_path
+    )
+    assert run.returncode == 0, run.stderr
+    models = json.loads(run.stdout)["models"]
+    assert [(m["revision"], m["step"]) for m in models] == [(COMMIT, 1), (OTHER, 2)]
+    assert TOKEN not in run.stdout + run.stderr
+    run = command(hub, "org/name", cwd=tmp_path, HF_TOKEN=TOKEN, HF_DEBUG="1")
+    assert run.returncode == 0
+    assert TOKEN not in run.stdout + run.stderr
+    run = command(hub, "org/name", cwd=tmp_path)
+    assert run.returncode == 2
+    assert len(run.stderr.strip().splitlines()) == 1
+    assert "hf auth login" in run.stderr
+
+
+def test_a_local_source_has_no_revision(tmp_path):
+    make("bert", tmp_path / "m")
+    with pytest.raises(ConfigError, match="revision"):
+        qk.scan(tmp_path / "m", revision="main")
+
+
+def test_files_are_scanned_without_the_hubs_client(tmp_path):
+    make("bert", tmp_path / "m")
+    code = (
+        "import sys, qkform; qkform.scan('m'); print([m for m in sys.modules if m.startswith('huggingface')])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert run.stdout.strip() == "[]"
+
+
+def test_open_hub_refuses_what_is_no_id():
+    with pytest.raises(SourceError, match="not a hub id"):
+        open_hub("a/b/c", revision=None, token=None, download=False, source="a/b/c")
