@@ -212,6 +212,9 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
     options: list[dict[str, Any]] = []
     if "pixel_values" in takes and "input_ids" in takes:
         options.append({**text, **pixels, **decoder})
+    if "query_embeds" in takes:
+        queries = {"query_embeds": noise(BATCH, 5, width)}
+        options += [{**text, **queries, **states}, {**queries, **states}]
     if main == "input_ids" or "input_ids" in takes:
         options += [{**text, **decoder}, {**text, **states}]
         books = _first(config, "num_codebooks", "n_codebooks", "num_channels", default=0)
@@ -268,6 +271,16 @@ def _grids(config: Any, takes: Mapping[str, Any]) -> list[dict[str, Any]]:
     still = noise(16, (inner if isinstance(inner, int) else 3) * patch * patch)
     square = still.reshape(16, -1, patch, patch)
     main = next((n for n in ("hidden_states", "pixel_values", "x") if n in takes), None)
+    if "spatial_shapes" in takes and "input_ids" not in takes:
+        ones = torch.ones(BATCH, 16, dtype=torch.long)
+        shapes = torch.tensor([[4, 4]] * BATCH)
+        return [
+            {
+                "pixel_values": still.expand(BATCH, -1, -1),
+                "pixel_attention_mask": ones,
+                "spatial_shapes": shapes,
+            }
+        ]
     named = next(
         (n for n in ("grid_thw", "image_grid_thw", "grid_hw", "grid_hws", "grids") if n in takes), None
     )
@@ -287,6 +300,7 @@ def _required(name: str, width: int) -> Any:
         "x",
         "encoder_hidden_states",
         "query",
+        "context",
     ):
         return noise(BATCH, LENGTH, width)
     if "mask" in name and name != "past_observed_mask":
