@@ -2,14 +2,18 @@
 
 * how often |z| of the symmetry exceeds 2 and 3, by effective rank (large d, flat spectrum: d k s is a difference of two
   chi-square variables with k (k + 1) / 2 and k (k - 1) / 2 degrees of freedom);
-* the standard deviation of directionality of Gaussian weights, layers and heads.
+* the standard deviation of directionality of Gaussian weights, layers and heads;
+* z of the change of symmetry when noise of 3 % is put on real heads, and a random low-rank change on W_Q.
 """
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 
 import qkform as qk
+from qkform.form.change import change
 
 
 def tails(rank: int, draws: int, rng: np.random.Generator) -> tuple[float, float]:
@@ -30,6 +34,31 @@ def directionality(d: int, d_head: int, draws: int, rng: np.random.Generator) ->
     return float(np.std(np.concatenate(layers))), float(np.std(np.concatenate(heads)))
 
 
+def noise_on_real_heads(source: str, rng: np.random.Generator) -> np.ndarray:
+    """z of every head of the first four layers, noise of 3 % on W_Q alone and on both, twice each."""
+    found = []
+    for layer in islice(qk.layers(source), 4):
+        form = layer.form
+        for on_k in (0.0, 0.03) * 2:
+            w_q, w_k = (
+                w + (size * w.std() * rng.standard_normal(w.shape)).astype(np.float32)
+                for w, size in ((form.w_q, 0.03), (form.w_k, on_k))
+            )
+            found.append(change(form, qk.BilinearForm(w_q, w_k)).z())
+    return np.concatenate(found)
+
+
+def low_rank(rng: np.random.Generator, *, few: bool) -> np.ndarray:
+    """z of random rank-4 changes of W_Q of a half symmetric head; `few`: few directions carry it."""
+    q = rng.standard_normal((128, 16))
+    k = 0.7 * q + 0.7 * rng.standard_normal(q.shape)
+    scale = 1.0 / np.arange(1, 17) if few else np.ones(16)
+    q, k = q * scale, k * scale
+    moves = 0.1 * np.abs(q).mean() * rng.standard_normal((400, 128, 4)) @ rng.standard_normal((400, 4, 16))
+    before = qk.BilinearForm(np.stack([q] * 400), np.stack([k] * 400))
+    return change(before, qk.BilinearForm(q + moves, before.w_k)).z()
+
+
 def main() -> None:
     rng = np.random.default_rng(0)
     for rank in (1, 2, 4, 5, 8, 32, 64):
@@ -38,6 +67,14 @@ def main() -> None:
     for d, d_head, draws in ((64, 8, 400), (96, 32, 400), (384, 32, 150), (768, 64, 100)):
         layer, head = directionality(d, d_head, draws, rng)
         print(f"d {d:3}, heads of {d_head}: std of directionality {layer:.2f} (layers), {head:.2f} (heads)")
+    for source in ("sample:minilm", "sample:smollm2"):
+        z = noise_on_real_heads(source, rng)
+        print(
+            f"{source}: noise of 3 %: z has std {z.std():.2f}, {(np.abs(z) > 2).mean():.0%} outside the band"
+        )
+    for few in (False, True):
+        z = low_rank(rng, few=few)
+        print(f"rank-4 change of W_Q, {'few' if few else 'all'} directions: z has std {z.std():.2f}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -118,3 +120,68 @@ def test_a_base_that_is_not_there_is_named(base, tmp_path):
     lora(tmp_path / "adapter", base, np.random.default_rng(1))
     with pytest.raises(QKFormError, match="base"):
         qk.scan(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("offset", [None, (0, 2)])
+def test_bytes_of_three_models_are_those_that_were_read(offset, write_model, tmp_path):
+    rng = np.random.default_rng(2)
+    config = {"model_type": "llama", "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2}
+    names = [f"model.layers.{i}.self_attn.{side}_proj" for i in range(2) for side in "qkv"]
+    base = write_model({f"{n}.weight": rng.normal(size=(12, 12)).astype(np.float32) for n in names}, config)
+    lora(tmp_path / "adapter", str(base), rng, ())
+    parts = {
+        f"{name}.lora_{part}.weight": rng.normal(size=shape).astype(np.float32)
+        for name in names
+        for part, shape in (("A", (2, 12)), ("B", (12, 2)))
+    }
+    save_file(parts, tmp_path / "adapter" / "adapter_model.safetensors")
+    alone = qk.scan(base, offset=offset)
+    table = qk.scan(tmp_path / "adapter", offset=offset)
+    known = sum(m.bytes_read for m in alone.models)
+    assert known == alone.models[0].bytes_read > 4 * 12 * 12 * 4
+    found = [m.bytes_read for m in table.models]
+    assert found[:2] == [known, 0]
+    assert 8 * 2 * 12 * 4 < found[2] < sum(p.stat().st_size for p in (tmp_path / "adapter").iterdir())
+    assert not any(found[3:])
+
+
+def peak(source: Path) -> int:
+    gc.collect()
+    tracemalloc.start()
+    qk.scan(source, signature="none")
+    (_, top), _ = tracemalloc.get_traced_memory(), tracemalloc.stop()
+    return top
+
+
+def test_an_adapter_takes_the_memory_of_one_layer(write_model, tmp_path):
+    rng, d = np.random.default_rng(3), 256
+    tops = {}
+    for layers in (1, 4):
+        config = BERT_CONFIG | {"hidden_size": d, "num_attention_heads": 4, "num_hidden_layers": layers}
+        base = write_model(bert_tensors(rng, layers, d), config, f"base{layers}")
+        adapter = tmp_path / f"adapter{layers}"
+        lora(adapter, str(base), rng, ())
+        parts = {
+            f"encoder.layer.{i}.attention.self.{side}.lora_{part}.weight": np.ones(shape, np.float32)
+            for i in range(layers)
+            for side in ("query", "key")
+            for part, shape in (("A", (2, d)), ("B", (d, 2)))
+        }
+        save_file(parts, adapter / "adapter_model.safetensors")
+        peak(adapter)
+        tops[layers] = peak(adapter)
+    layer = 2 * d * d * 4
+    assert tops[4] < tops[1] + layer / 2, (tops, layer)
+    assert tops[1] < 20 * layer, (tops, layer)
+
+
+def test_the_change_is_formed_once_where_biases_do_not_matter(adapted, monkeypatch):
+    from qkform import scanner
+
+    formed = []
+    real = scanner.change_form
+    monkeypatch.setattr(scanner, "change_form", lambda a, b: formed.append(1) or real(a, b))
+    qk.scan(adapted[1])
+    assert len(formed) == 2
+    qk.scan(adapted[1], bias=True)
+    assert len(formed) == 2 + 4

@@ -124,6 +124,57 @@ def test_the_map_of_a_large_file_is_dropped_as_it_goes(monkeypatch, tmp_path):
     assert len(loads) > 6
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("files", [2, 3])
+def test_files_that_are_read_in_turns_are_loaded_once(zipped, files, monkeypatch, tmp_path):
+    tensors = bert_tensors(rng(), 4)
+    parts = [
+        dict(list(tensors.items())[i::files]) for i in range(files)
+    ]  # a layer's Q and K in different files
+    path = folder(tmp_path / "m", BERT_CONFIG | {"num_hidden_layers": 4})
+    for i, part in enumerate(parts):
+        file = path / f"model-{i + 1:05d}-of-{files:05d}.bin"
+        torch.save(torches(part), file, _use_new_zipfile_serialization=zipped)
+    loads, most = [], []
+    real = pickled._load
+    monkeypatch.setattr(pickled, "_load", lambda *a: loads.append(a[0]) or real(*a))
+    checkpoint: Any = open_checkpoint(path)
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(checkpoint.read(name), tensor)
+        most.append(len(checkpoint._states))
+    assert max(most) == (files if zipped else 2)
+    if zipped or files == 2:
+        assert len(loads) == files
+    assert rows_of(path)
+
+
+def test_what_a_plan_reads_again_is_held_within_bounds_and_let_go(tmp_path):
+    from qkform.checkpoints.kept import Kept
+
+    fetched = []
+
+    def read(kept, name, rows=None):
+        def fetch(n):
+            fetched.append((name, n))
+            return np.arange(10.0)[:n]
+
+        return kept.read((name, rows), fetch)
+
+    kept = Kept(200)
+    needs = [("a", 3), ("b", None), ("a", None), ("b", None), ("c", None), ("a", 5)]
+    left = kept.plan(needs, lambda need: 80 if need[0] != "c" else None)
+    assert left == [("a", None), ("b", None), None, None, ("c", None), None]
+    for name, rows in needs:
+        np.testing.assert_array_equal(read(kept, name, rows), np.arange(10.0)[:rows])
+    assert fetched == [("a", None), ("b", None), ("c", None)]
+    assert not kept._held
+    kept.plan([(name, None) for name in "abcd" for _ in range(3)], lambda need: 80)
+    for name in "abcdabcd":  # otherwise than planned, and never to the end
+        read(kept, name)
+        assert len(kept._held) <= 2
+    assert kept.plan([("a", None)] * 2, lambda need: 201) == [("a", None)] * 2  # too large to be held
+
+
 WRAPPED = {
     "state_dict": lambda s: {"state_dict": s, "epoch": 3, "hyper_parameters": {"lr": 0.1}},
     "model": lambda s: {

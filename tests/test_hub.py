@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import gzip
+import importlib
+import inspect
 import json
 import os
+import pkgutil
 import struct
 import subprocess
 import sys
@@ -390,6 +393,138 @@ def test_neighbours_share_a_request_and_strangers_do_not():
     assert len(pieces([(f, 0, 1000), (f, 1100, 1000)])) == 2
 
 
+def test_fewer_rows_come_out_of_more_and_a_third_reading_out_of_the_first(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(ahead, "SMALL_BYTES", 0)
+    monkeypatch.setattr(ahead, "WINDOW_BYTES", 10_000)
+    data, targets = file_of(hub, tmp_path, 90_000)
+    reader = AheadReader(Web(None), targets)
+    ranges = [(at, nbytes) for nbytes in (9_000, 8_000, 9_000) for at in (0, 20_000, 40_000)]
+    reader.plan([(Path("x"), at, nbytes) for at, nbytes in ranges])
+    for at, nbytes in ranges:
+        assert (reader.read(Path("x"), at, nbytes) == data[at : at + nbytes]).all()
+    assert hub.bytes_of() == 27_000
+    assert not reader._kept
+
+
+def test_what_is_kept_is_bounded_and_what_is_not_fetched_again_goes_first(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(ahead, "SMALL_BYTES", 0)
+    monkeypatch.setattr(ahead, "KEPT_BYTES", 20_000)
+    data, targets = file_of(hub, tmp_path, 90_000)
+    reader = AheadReader(Web(None), targets)
+    starts = range(0, 90_000, 10_000)
+    reader.plan([(Path("x"), at, 9_000) for at in starts for _ in range(3)])
+    for at in starts:  # twice, where three times were planned
+        for _ in range(2):
+            assert (reader.read(Path("x"), at, 9_000) == data[at : at + 9_000]).all()
+        assert sum(a.nbytes for a in reader._kept.values()) <= 20_000
+    assert hub.bytes_of() == 81_000
+
+
+def test_a_second_plan_lets_the_first_one_go(hub, tmp_path):
+    data, targets = file_of(hub, tmp_path, 400_000)
+    hub.delay = 0.1
+    reader = AheadReader(Web(None), targets)
+    reader.plan([(Path("x"), at, 5_000) for at in range(0, 400_000, 10_000)])
+    time.sleep(0.05)
+    second = [(Path("x"), at, 5_000) for at in (50_000, 70_000)]
+    reader.plan(second)
+    assert hub.running <= 2
+    for _, at, nbytes in second:
+        assert (reader.read(Path("x"), at, nbytes) == data[at : at + nbytes]).all()
+    assert reader._held == 0
+    assert hub.bytes_of() <= (ahead.PARALLEL + 2) * 5_000
+
+
+LATENT_CONFIG = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 96,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+
+
+def latent_tensors(rng, kind=np.float32):
+    """Latent attention: three layers of scores read the same projections. 8-bit floats have a scale for each row."""
+    tensors = {}
+    for i in range(3):
+        at = f"model.layers.{i}.self_attn"
+        for name, shape in (
+            ("q_a_proj", (48, 96)),
+            ("q_b_proj", (96, 48)),
+            ("kv_a_proj_with_mqa", (48, 96)),
+            ("kv_b_proj", (128, 40)),
+        ):
+            tensors[f"{at}.{name}.weight"] = rng.normal(size=shape).astype(kind)
+            if kind != np.float32:
+                tensors[f"{at}.{name}.weight_scale"] = rng.uniform(1, 2, (shape[0], 1)).astype(np.float32)
+        tensors[f"model.layers.{i}.mlp.up_proj.weight"] = rng.normal(size=(200, 96)).astype(np.float32)
+    return tensors
+
+
+@pytest.mark.parametrize("kind", ["float32", "float8_e4m3fn"])
+def test_projections_that_three_layers_share_are_fetched_and_made_once(kind, hub, tmp_path, monkeypatch):
+    import ml_dtypes
+    import torch
+    from safetensors.torch import save_file as save_torch
+
+    from qkform.checkpoints import quantised
+
+    dtype = np.float32 if kind == "float32" else ml_dtypes.float8_e4m3fn
+    tensors = latent_tensors(np.random.default_rng(3), dtype)
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LATENT_CONFIG))
+    as_torch = {
+        name: torch.from_numpy(a.view(np.uint8) if a.dtype == ml_dtypes.float8_e4m3fn else a)
+        for name, a in tensors.items()
+    }
+    save_torch(
+        {n: t.view(torch.float8_e4m3fn) if t.dtype == torch.uint8 else t for n, t in as_torch.items()},
+        folder / "model.safetensors",
+    )
+    hub.add("org/name", folder)
+    monkeypatch.setattr(ahead, "SMALL_BYTES", 0)  # these would be held as if they were biases
+    monkeypatch.setattr(ahead, "WINDOW_BYTES", 1)
+    read = []
+    real = quantised.codes
+    monkeypatch.setattr(
+        quantised, "codes", lambda c, name, rows=None: read.append(name) or real(c, name, rows)
+    )
+    table = qk.scan("org/name")
+    assert len(table.layers) == 9
+    around = 8 + struct.unpack("<Q", (folder / "model.safetensors").read_bytes()[:8])[0]
+    weights = sum(a.nbytes for n, a in tensors.items() if "self_attn" in n)
+    assert hub.bytes_of("safetensors") <= 1.02 * weights + around
+    assert len(read) == len(set(read)) == (0 if kind == "float32" else 24)
+    read.clear()
+    assert rows_of(table) == rows_of(qk.scan(folder))
+    assert len(read) == len(set(read))
+
+
+def test_layers_are_planned_at_the_first_reading_from_there_on(hub, tmp_path, monkeypatch):
+    from qkform.checkpoints.ranged import HubCheckpoint
+
+    folder = make("llama, 5 shards", tmp_path / "m")
+    hub.add("org/name", folder)
+    plans = []
+    real = HubCheckpoint.plan
+    monkeypatch.setattr(HubCheckpoint, "plan", lambda self, needs: plans.append(needs) or real(self, needs))
+    first, second, *rest = qk.layers("org/name")
+    assert not plans
+    local = list(qk.layers(folder))
+    for mine, theirs in zip((second, *rest), local[1:], strict=True):
+        assert (mine.form.matrix() == theirs.form.matrix()).all()
+    ((*needs,),) = plans
+    assert needs == [need for layer in local[1:] for need in layer.needs()]
+    assert (first.form.matrix() == local[0].form.matrix()).all()  # one that the plan has not
+    assert len(plans) == 1
+
+
 # ---- names and choices
 
 
@@ -599,6 +734,95 @@ def test_a_file_that_the_list_has_and_the_server_has_not(hub, tmp_path):
     assert "org/name/model.safetensors is not in the repository (status 404)" in message
 
 
+@pytest.mark.parametrize("status", [401, 403, 404, 410])
+@pytest.mark.parametrize("source", ["org/name", "an adapter", "diff", "sharded"])
+def test_weights_that_are_refused_after_their_header(status, source, hub, tmp_path):
+    from qkform.differ import diff
+
+    folder = make("llama, 5 shards" if source == "sharded" else "bert", tmp_path / "m")
+    hub.add("org/name", folder)
+    file = "model-00001-of-00005.safetensors" if source == "sharded" else "model.safetensors"
+    length = 8 + struct.unpack("<Q", (folder / file).read_bytes()[:8])[0]
+
+    def answer(handler):
+        begin = int(handler.headers["Range"].partition("=")[2].partition("-")[0])
+        if begin < length:
+            handler._file("org/name", COMMIT, file)
+        else:
+            handler._refuse(status, "GatedRepo" if status == 403 else "")
+
+    hub.custom[f"/org/name/resolve/{COMMIT}/{file}"] = answer
+    calls = {
+        "an adapter": lambda: qk.scan(adapter_of("org/name", tmp_path / "adapter")),
+        "diff": lambda: diff("org/name", "org/name"),
+    }
+    with pytest.raises(SourceError) as caught:
+        calls.get(source, lambda: qk.scan("org/name"))()
+    assert type(caught.value) is SourceError
+    assert str(status) in str(caught.value)
+    assert {401: "that you may see", 403: "accept its terms", 404: "not in the rep", 410: "answered"}[
+        status
+    ] in str(caught.value)
+
+
+def adapter_of(base, folder):
+    """An adapter on the queries of the first layer of `make("bert")`."""
+    folder.mkdir()
+    save_file(
+        {
+            "base_model.model.encoder.layer.0.attention.self.query.lora_A.weight": np.ones(
+                (2, 48), np.float32
+            ),
+            "base_model.model.encoder.layer.0.attention.self.query.lora_B.weight": np.ones(
+                (48, 2), np.float32
+            ),
+        },
+        folder / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": base}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_the_base_of_an_adapter_is_fetched_once(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(ahead, "SMALL_BYTES", 0)
+    folder = make("bert", tmp_path / "m")
+    hub.add("org/name", folder)
+    found = qk.scan(adapter_of("org/name", tmp_path / "adapter")).models
+    weights, around = needed(folder)
+    assert hub.bytes_of() <= 1.02 * weights + around
+    assert found[0].bytes_read == hub.bytes_of()
+    assert found[1].bytes_read == 0
+    assert found[2].bytes_read < sum(p.stat().st_size for p in (tmp_path / "adapter").iterdir())
+    assert found[0].rows == rows_of(qk.scan(folder))
+
+
+def kinds(kind=QKFormError):
+    return [kind, *(below for child in kind.__subclasses__() for below in kinds(child))]
+
+
+def test_every_error_can_be_told_with_its_place():
+    from qkform import errors
+
+    for module in pkgutil.walk_packages(qk.__path__, "qkform."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    for kind in kinds():
+        own = inspect.isfunction(kind.__init__)
+        given = list(inspect.signature(kind.__init__).parameters.values())[1:] if own else []
+        values = [{"int": 7, "Sequence[str]": ["a"]}.get(p.annotation, "words") for p in given]
+        error = kind(*values or ["words"])
+        told = errors.prefixed(error, "layer 3")
+        assert isinstance(error, type(told))
+        assert type(told) in vars(errors).values()
+        assert str(told) == f"layer 3: {error}"
+    assert remote.Refused in kinds()
+    assert errors.prefixed(remote.Refused(404, "", "x"), "a").__class__ is SourceError
+    assert errors.prefixed(errors.FormError("x"), "a").__class__ is errors.FormError
+    source = Path(qk.__file__).parent
+    assert not [p for p in source.rglob("*.py") if "type(error)(" in p.read_text()]
+
+
 @pytest.mark.parametrize("bad", ["hf_with\nbreak", "hf with space", "hf_é"])
 def test_a_token_that_cannot_be_one_is_refused_without_being_shown(bad, hub, tmp_path):
     hub.add("org/name", make("bert", tmp_path / "m"))
@@ -674,6 +898,117 @@ def test_a_gguf_file_is_downloaded_and_read(hub, tmp_path):
     table = qk.scan("hf://org/name/a.gguf", download=True)
     assert rows_of(table) == rows_of(qk.scan(folder / "a.gguf"))
     assert "b.gguf" not in hub.served
+
+
+FOLDERS = {  # files of a folder -> the one that is read, None where several are
+    "a tokenizer beside": (["weights.bin", "tokenizer.bin"], "weights.bin"),
+    "a vocabulary beside": (["model.pt", "vocab.bin"], "model.pt"),
+    "a trainer's checkpoint": (["model.ckpt"], "model.ckpt"),
+    "two of a kind": (["a.pt", "b.bin"], None),
+    "a trainer's state": (["pytorch_model.bin", "optimizer.pt", "training_args.bin"], "pytorch_model.bin"),
+    "an npz": (["x.npz", "scaler.pt"], "x.npz"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_repository_is_read_as_its_folder_is(case, hub, tmp_path):
+    import torch
+
+    files, read = FOLDERS[case]
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(BERT_CONFIG))
+    tensors = bert_tensors(np.random.default_rng(4))
+    for file in files:
+        if file.endswith("npz"):
+            np.savez(folder / file, **tensors)
+        else:
+            torch.save({name: torch.from_numpy(t) for name, t in tensors.items()}, folder / file)
+    hub.add("org/name", folder)
+    if read is None:
+        with pytest.raises(SourceError, match="name one"):
+            qk.scan(folder)
+        assert "name one: " in refusal(download=True)
+        return
+    assert f"only {read}; --download" in refusal()
+    local = rows_of(qk.scan(folder))
+    assert local == rows_of(qk.scan(folder / read))
+    assert rows_of(qk.scan("org/name", download=True)) == local
+    assert {file for file in hub.served if not file.endswith("json")} == {read}
+    assert rows_of(qk.scan("org/name")) == local  # out of the cache
+
+
+def test_shards_of_a_pickled_model_are_those_of_its_index(hub, tmp_path):
+    import torch
+
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(BERT_CONFIG))
+    tensors = bert_tensors(np.random.default_rng(4))
+    places = {}
+    for i, names in enumerate(np.array_split(list(tensors), 2)):
+        file = f"model-0000{i}-of-2.bin"
+        torch.save({str(n): torch.from_numpy(tensors[str(n)]) for n in names}, folder / file)
+        places |= {str(n): file for n in names}
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    hub.add("org/name", folder)
+    assert "only 2 .bin files; --download" in refusal()
+    assert rows_of(qk.scan("org/name", download=True)) == rows_of(qk.scan(folder))
+    index.write_text(json.dumps({"weight_map": places | {"x": "model-00002-of-2.bin"}}))
+    hub.repositories = {"org/name": {OTHER: folder}}
+    hub.branches["main"] = OTHER
+    assert "which the repository does not have" in refusal(download=True)
+    index.write_text(json.dumps({"weight_map": {"x": "../x.bin"}}))
+    assert "plain file name in the same folder" in refusal(download=True)
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["a model beside it", "alone"])
+def test_an_adapter_and_a_model_are_told_apart_alike_everywhere(beside, hub, tmp_path):
+    base = make("bert", tmp_path / "base")
+    folder = adapter_of(str(base), tmp_path / "m")
+    if beside:
+        save_file(bert_tensors(np.random.default_rng(6), 3, 48), folder / "model.safetensors")
+        (folder / "config.json").write_text((base / "config.json").read_text())
+    hub.add("org/name", folder)
+    expected = qk.scan(folder)
+    assert len(expected.models) == (1 if beside else 3)
+
+    def same(table):
+        assert [m.rows for m in table.models] == [m.rows for m in expected.models]
+
+    same(qk.scan("org/name"))
+    fill_cache(hub)
+    same(qk.scan("org/name"))
+    same(qk.scan("org/name", revision=COMMIT))
+    hub.close()
+    same(qk.scan("org/name"))
+
+
+def test_a_damaged_file_in_the_cache_is_told_and_a_missing_one_fetched(hub, tmp_path):
+    folder = make("llama, 5 shards", tmp_path / "m")
+    hub.add("org/name", folder)
+    local = rows_of(qk.scan(folder))
+    fill_cache(hub)
+    shard = next((tmp_path / "cache").rglob("model-00002-of-00005.safetensors"))
+    shard.unlink()
+    assert rows_of(qk.scan("org/name", revision=COMMIT)) == local
+    assert "model-00002-of-00005.safetensors" in hub.served
+    shard.write_bytes(b"\0" * 50)
+    for online in (True, False):
+        if not online:
+            hub.close()
+        for revision in (None, COMMIT):
+            message = refusal(revision=revision)
+            assert "model-00002-of-00005.safetensors" in message
+            assert "has not all of" not in message
+
+
+def test_a_path_is_never_looked_up(hub, tmp_path):
+    hub.add("org/name", make("bert", tmp_path / "m"))
+    message = refusal(Path("org/name"))
+    assert "give it as text ('org/name'), or as hf://org/name" in message
+    assert not hub.requests
 
 
 def test_a_refused_download_is_told_in_the_same_words(hub, tmp_path):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import replace
+import time
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,9 @@ from qkform import samples, sites
 from qkform.errors import ConfigError, FormError, LayoutError, SourceError
 from qkform.form import reference
 from qkform.layouts.rules import Rule, families
+from qkform.sites.attentions import _above
 from qkform.sites.naming import origins
+from qkform.wrappers import WRAPPERS
 from tests import truth
 
 CASES = [case for case in truth.CASES if case.write is None]
@@ -118,10 +121,11 @@ def test_a_form_is_a_snapshot() -> None:
     """What a layer has read does not follow the model when it trains on."""
     model = bert()
     (site, *_) = sites.find(model)
-    before = site.layer.form.w_q.copy()
+    layer = site.snapshot()
+    before = layer.form.w_q.copy()
     with torch.no_grad():
         model.encoder.layer[0].attention.self.query.weight.add_(1.0)
-    assert np.array_equal(site.layer.form.w_q, before)
+    assert np.array_equal(layer.form.w_q, before)
     assert np.array_equal(site.form().w_q, site.w_q().detach())
     assert not np.array_equal(site.form().w_q, before)
 
@@ -170,6 +174,37 @@ def test_wrappers_leave_no_trace() -> None:
     model.encoder.layer[2] = Sharded(model.encoder.layer[2])
     assert qk.scan(model).models[0].rows == expected
     assert [s.path for s in sites.find(model)] == [f"encoder.layer.{i}.attention.self" for i in range(3)]
+
+
+@pytest.mark.parametrize("wrapper", sorted(set(WRAPPERS) - {"base_layer"}))
+def test_every_wrapper_leaves_no_trace(wrapper: str) -> None:
+    """The names are those that `qkform.checkpoints` takes out of the names in files."""
+
+    class Wrapping(torch.nn.Module):
+        def __init__(self, module: Any) -> None:
+            super().__init__()
+            self.add_module(wrapper, module)
+
+    model = bert()
+    expected = qk.scan(model).models[0].rows
+    assert qk.scan(Wrapping(model)).models[0].rows == expected
+    model.encoder.layer[1] = Wrapping(model.encoder.layer[1])
+    query = model.encoder.layer[2].attention.self.query
+    model.encoder.layer[2].attention.self.query = Wrapping(query)
+    assert qk.scan(model).models[0].rows == expected
+    site = sites.find(model)[2]
+    site.write_(w_q=torch.ones_like(site.w_q()))
+    assert bool((query.weight == 1).all())
+
+
+def test_a_module_called_module_is_no_wrapper_where_it_is_not_alone() -> None:
+    model = Wrapped(torch.nn.MultiheadAttention(12, 3))
+    assert [a.module for a in qk.layers(model)] == [""]
+    model.head = torch.nn.Linear(2, 2)
+    assert [a.module for a in qk.layers(model)] == ["module"]
+    del model.head
+    model.scale = torch.nn.Parameter(torch.ones(1))
+    assert [a.module for a in qk.layers(model)] == ["module"]
 
 
 def test_a_model_inside_a_module_is_found() -> None:
@@ -239,6 +274,52 @@ def test_a_type_without_a_layout_is_read_by_the_models_inside_it() -> None:
         qk.scan(model)
 
 
+def test_parts_without_attention_are_listed_with_the_reason() -> None:
+    transformers = pytest.importorskip("transformers")
+    outer = torch.nn.ModuleDict({"text": bert()})
+    for name, kind in (("odd", "strange; type"), ("mixer", "mamba")):
+        config = type("Config", (transformers.PretrainedConfig,), {"model_type": kind})
+        inner = type("Inner", (transformers.PreTrainedModel,), {"config_class": config})(config())
+        inner.extra = torch.nn.Linear(3, 3)
+        outer[name] = inner
+    (scores,) = qk.scan(outer).models
+    assert len(scores.layers) == 3
+    odd, mixer = scores.skipped
+    assert odd == {"module": "odd", "reason": "no layout for model_type 'strange; type'"}
+    assert mixer["module"] == "mixer"
+    assert mixer["reason"].startswith("mamba has no softmax attention: ")
+
+
+def test_where_a_module_stands_is_found_among_many_names() -> None:
+    """The work does not grow with the number of experts, nor with that of kinds of modules."""
+    attention = [f"{i}.self_attn.{side}_proj.weight" for i in range(60) for side in "qkvo"]
+    experts = [f"{i}.mlp.experts.{j}.up_proj.weight" for i in range(60) for j in range(1700)]
+    ends = [f"x{i}.y{i}.self_attn.weight" for i in range(100_000)]
+    for config, names, above in (
+        ({"model_type": "llama"}, attention + experts, "layers."),
+        ({"model_type": "bert"}, [f"layer.{i}.attention.self.query.weight" for i in range(9)], "encoder."),
+        ({"model_type": "gemma3"}, ends, ""),
+        ({"model_type": "llama"}, ends, "layers.0.self_attn."),
+        ({"model_type": "vit"}, ends, "encoder.layer.0.attention."),
+    ):
+        begin = time.process_time()
+        assert _above(config, names) == above
+        assert time.process_time() - begin < 2.0
+
+
+def test_two_models_in_memory_are_compared() -> None:
+    one, other = bert(), bert()
+    assert {row["relative_change"] for row in qk.diff(one, other).rows} == {0.0}
+    with torch.no_grad():
+        other.encoder.layer[1].attention.self.query.weight.mul_(2)
+        other.encoder.layer[1].attention.self.query.bias.mul_(2)
+    table = qk.diff(one, other)
+    assert [row["relative_change"] for row in table.layers] == pytest.approx([0.0, 1.0, 0.0])
+    assert [row["cosine"] for row in table.layers] == pytest.approx([1.0, 1.0, 1.0])
+    assert (table.source_a, table.source_b) == ("BertModel", "BertModel")
+    assert (table.only_in_a, table.only_in_b) == ([], [])
+
+
 # ---- names in files ----------------------------------------------------------------------------------------
 
 _SMALL = {
@@ -261,7 +342,8 @@ def test_tensors_of_the_file_are_explained_by_parameters(name: str, tmp_path: Pa
         getattr(transformers, REARRANGED[name])(**_SMALL, num_key_value_heads=3)
     )
     parameters = dict(model.named_parameters())
-    found = origins(model, {n: tuple(p.shape) for n, p in parameters.items()})
+    found, doubt = origins(model, {n: tuple(p.shape) for n, p in parameters.items()})
+    assert doubt is None
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     seen = 0
@@ -301,7 +383,87 @@ def test_a_file_that_fuses_what_the_model_keeps_apart(
             f"{site.path}.q_proj.weight",
             f"{site.path}.k_proj.weight",
         ]
-        assert np.array_equal(site.w_q().detach(), site.layer.form.w_q)
+        assert np.array_equal(site.w_q().detach(), site.form().w_q)
+
+
+def no_longer(model: Any, state: Any) -> Any:
+    raise ValueError("Cannot reverse the transform with TP or quantization")
+
+
+def test_a_conversion_that_cannot_be_undone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = pytest.importorskip("transformers.core_model_loading")
+    if not hasattr(loading, "revert_weight_conversion"):
+        pytest.skip("this version of transformers converts nothing")
+    model = bert()
+    whole = qk.scan(model).models[0]
+    assert whole.skipped == []
+    told = "what its files call these weights and how they order them is not known"
+    monkeypatch.setattr(loading, "revert_weight_conversion", no_longer)
+    (scores,) = qk.scan(torch.nn.ModuleDict({"inner": model})).models
+    assert [{**row, "module": "", "component": ""} for row in scores.rows] == [
+        {**row, "module": "", "component": ""} for row in whole.rows
+    ]
+    (note,) = scores.skipped
+    assert note["module"] == "inner"
+    assert note["reason"].startswith(f"{told} (ValueError: Cannot reverse")
+    assert sites.find(model).skipped[0]["module"] == "BertModel"
+
+    def without(model: Any, state: Any) -> Any:
+        raise loading.SkipParameters
+
+    monkeypatch.setattr(loading, "revert_weight_conversion", without)
+    assert qk.scan(model).models[0].skipped[0]["reason"].startswith(f"{told} (SkipParameters")
+    monkeypatch.setattr(
+        loading, "revert_weight_conversion", lambda model: {}
+    )  # it wants other arguments by now
+    assert qk.scan(model).models[0].skipped[0]["reason"].startswith(f"{told} (TypeError")
+    monkeypatch.delattr(loading, "revert_weight_conversion")
+    assert "has no revert_weight_conversion" in qk.scan(model).models[0].skipped[0]["reason"]
+
+
+def test_faults_in_a_conversion_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = pytest.importorskip("transformers.core_model_loading")
+
+    def faulty(model: Any, state: Any) -> Any:
+        raise AssertionError("a fault")
+
+    monkeypatch.setattr(loading, "revert_weight_conversion", faulty)
+    with pytest.raises(AssertionError, match="a fault"):
+        qk.scan(bert())
+
+
+def test_rows_that_cannot_be_followed_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names are known, and how their rows move is not."""
+    loading = pytest.importorskip("transformers.core_model_loading")
+
+    def partly(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+        if any(tensor.device.type != "meta" for tensor in state.values()):
+            raise RuntimeError("only shapes")
+        return {n: t.clone() if "layer.1.attention.self.query" in n else t for n, t in state.items()}
+
+    monkeypatch.setattr(loading, "revert_weight_conversion", partly)
+    (scores,) = qk.scan(bert()).models
+    assert len(scores.layers) == 2
+    reasons = [entry["reason"] for entry in scores.skipped]
+    assert any("how is not known (RuntimeError: only shapes): left out" in reason for reason in reasons)
+
+
+def test_a_fused_weight_read_by_its_name_in_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of the file fit nothing here, so that an order was taken by other names than those it is known for."""
+    loading = pytest.importorskip("transformers.core_model_loading")
+    for name, notes in (("gpt2", 1), ("bert", 0)):
+        model = model_of(name)
+        expected = qk.scan(model).models[0].rows
+        monkeypatch.setattr(
+            loading,
+            "revert_weight_conversion",
+            lambda model, state: {f"strange{i}": t for i, t in enumerate(state.values())},
+        )
+        (scores,) = qk.scan(model).models
+        assert scores.rows == expected
+        reasons = [e["reason"] for e in scores.skipped]
+        assert sum("the order of its fused weights" in reason for reason in reasons) == notes
+        monkeypatch.undo()
 
 
 # ---- torch's own attention ---------------------------------------------------------------------------------
@@ -553,6 +715,158 @@ def test_quantised_and_sharded_parameters_are_named(change: Any, message: str) -
         qk.scan(model)
 
 
+class Odd(torch.nn.Module):
+    """What it offers beside its modules cannot be asked for."""
+
+    def __init__(self, **modules: Any) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def _fails(self) -> Any:
+        raise RuntimeError("not set up")
+
+    config = cfg = num_heads = W_Q = blocks = is_quantized = property(_fails)
+
+
+def test_properties_that_raise_are_not_asked_again() -> None:
+    (scores,) = qk.scan(Odd(inner=torch.nn.MultiheadAttention(12, 3))).models
+    assert ([row["module"] for row in scores.layers], scores.source) == (["inner"], "Odd")
+    names = Odd(q_proj=torch.nn.Linear(12, 12), k_proj=torch.nn.Linear(12, 12))
+    names.n_heads = 3
+    (site,) = sites.find(Odd(self_attn=names))
+    assert (site.path, site.layer.n_heads) == ("self_attn", 3)
+
+    class Stack:
+        W_K = np.ones((3, 6, 2))
+        cfg = property(Odd._fails)
+
+    thing = Stack()
+    thing.W_Q = thing.W_K
+    assert len(qk.scan(thing).layers) == 1
+    Stack.W_Q = property(Odd._fails)
+    with pytest.raises(SourceError, match="W_Q of a Stack cannot be read: RuntimeError: not set up"):
+        qk.scan(Stack())
+
+
+def test_parametrizations_that_raise_are_named_where_they_count() -> None:
+    class Fails(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("not on this device")
+
+    model = encoder(1)
+    expected = rows_of(model)
+    register = torch.nn.utils.parametrize.register_parametrization
+    register(model.layers[0].linear1, "weight", Fails(), unsafe=True)
+    assert rows_of(model) == expected
+    register(model.layers[0].self_attn, "in_proj_weight", Fails(), unsafe=True)
+    with pytest.raises(SourceError, match=r"self_attn\.in_proj_weight'.* RuntimeError: not on this device"):
+        qk.scan(model)
+
+
+def test_parameters_without_a_shape_elsewhere_do_no_harm() -> None:
+    model = Odd(attn=torch.nn.MultiheadAttention(12, 3), later=torch.nn.LazyLinear(4))
+    assert len(qk.scan(model).layers) == 1
+    names = torch.nn.ModuleDict({"q_proj": torch.nn.LazyLinear(12), "k_proj": torch.nn.Linear(12, 12)})
+    with pytest.raises(SourceError, match=r"q_proj\.weight': it has no shape yet; run the model once"):
+        qk.scan(Odd(self_attn=names), heads=3)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
+def test_a_config_of_no_heads_is_named(name: str) -> None:
+    model = model_of(name)
+    model.config.num_attention_heads = 0
+    with pytest.raises(ConfigError, match=r"config: (num_attention_heads|n_head) is 0; expected a positive"):
+        qk.scan(model)
+
+
+def test_modules_of_no_heads_are_named() -> None:
+    model = encoder(1)
+    model.layers[0].self_attn.num_heads = 0
+    with pytest.raises(ConfigError, match="num_heads is 0; expected a positive"):
+        qk.scan(model)
+    names = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(12, 12), "k_proj": torch.nn.Linear(12, 12)})
+    names.n_heads = 0
+    with pytest.raises(LayoutError, match="pass --heads"):
+        qk.scan(Odd(self_attn=names))
+
+
+def test_lists_of_parameters() -> None:
+    def listed() -> torch.nn.ParameterList:
+        return torch.nn.ParameterList([torch.nn.Parameter(torch.randn(12, 12)) for _ in range(2)])
+
+    model = Odd(attn=torch.nn.MultiheadAttention(12, 3), extra=listed())
+    assert [row["module"] for row in qk.scan(model).layers] == ["attn"]
+    with pytest.raises(LayoutError, match=r"Matrices that may be meant: k_proj\.0 \(12, 12\)"):
+        qk.scan(Odd(q_proj=listed(), k_proj=listed()))
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [
+        ({"W_Q": (3, 12, 4)}, r"it has W_Q \(3, 12, 4\) and no W_K; expected both as \(n_heads"),
+        ({"W_K": (3, 12, 4)}, r"it has no W_Q and W_K \(3, 12, 4\)"),
+        ({"W_Q": (3, 12, 4), "W_K": (12, 4)}, r"it has W_Q \(3, 12, 4\) and W_K \(12, 4\)"),
+    ],
+)
+def test_half_an_attention_is_named(weights: dict[str, tuple[int, ...]], reason: str) -> None:
+    values = {name: torch.randn(shape) for name, shape in weights.items()}
+    half, whole = HeadAttention(values), HeadAttention({n: torch.randn(3, 12, 4) for n in ("W_Q", "W_K")})
+    with pytest.raises(
+        LayoutError, match=f"HeadAttention: no attention was found. The model is none: {reason}"
+    ):
+        qk.scan(half)
+    (scores,) = qk.scan(torch.nn.ModuleDict({"a": half, "b": whole})).models
+    assert [row["module"] for row in scores.layers] == ["b"]
+    (entry,) = scores.skipped
+    assert entry["module"] == "a"
+    assert re.match(reason, entry["reason"])
+    with pytest.raises(SourceError, match=f"a SimpleNamespace is no attention that can be scanned: {reason}"):
+        qk.scan(SimpleNamespace(**values))
+
+
+def test_tied_queries_and_keys() -> None:
+    """One weight for both sides, in two modules or in one: W is symmetric, and it cannot be written apart."""
+    for tie in ("weight", "module"):
+        model = bert()
+        attention = model.encoder.layer[1].attention.self
+        if tie == "weight":
+            attention.key.weight, attention.key.bias = attention.query.weight, attention.query.bias
+        else:
+            attention.key = attention.query
+        (scores,) = qk.scan(model).models
+        assert scores.skipped == []
+        assert [row["module"] for row in scores.layers] == [
+            f"encoder.layer.{i}.attention.self" for i in range(3)
+        ]
+        assert {round(row["symmetry"], 9) for row in scores.heads if row["layer"] == 1} == {1.0}
+        site = sites.find(model)[1]
+        new = torch.randn_like(site.w_q())
+        with pytest.raises(
+            FormError, match=r"w_q and w_k of encoder\.layer\.1.* are one parameter, 'encoder"
+        ):
+            site.write_(w_q=new, w_k=new + 1)
+        assert not torch.equal(site.w_q(), new)
+        site.write_(w_q=new, w_k=new)
+        assert torch.equal(site.w_k(), new)
+
+
+def test_shared_modules_of_a_model(tmp_path: Path) -> None:
+    """An attention that two layers share is one layer, and the count says that one is missing."""
+    model = bert()
+    model.encoder.layer[1].attention.self = model.encoder.layer[0].attention.self
+    (scores,) = qk.scan(model).models
+    assert [(row["layer"], row["shared_by"]) for row in scores.layers] == [(0, [0, 1]), (2, None)]
+    assert [entry["module"] for entry in scores.skipped] == ["encoder.layer"]
+    model = bert()
+    for i in (1, 2):
+        model.encoder.layer[i].attention.self.query.weight = model.encoder.layer[
+            0
+        ].attention.self.query.weight
+    (scores,) = qk.scan(model).models
+    assert (len(scores.layers), scores.skipped) == (3, [])
+
+
 def test_adapters_are_refused_where_they_change_q_or_k() -> None:
     class Adapted(torch.nn.Module):
         def __init__(self, base: Any) -> None:
@@ -707,6 +1021,137 @@ def test_a_site_may_write_its_own_view() -> None:
     assert torch.equal(site.w_k(), w_q)
     site.write_(w_q=site.w_q().flip(0))
     assert torch.equal(site.w_q(), w_k.flip(0))
+
+
+def dataclasses_of_sites() -> list[type]:
+    modules = [m for name, m in sys.modules.items() if name.startswith("qkform.sites.")]
+    every = {v for m in modules for v in vars(m).values() if is_dataclass(v) and isinstance(v, type)}
+    return sorted((c for c in every if c.__module__.startswith("qkform.sites.")), key=lambda c: c.__name__)
+
+
+def test_what_holds_arrays_and_modules_is_equal_to_itself_alone() -> None:
+    named = {c.__name__ for c in dataclasses_of_sites()}
+    assert named >= {"Share", "Site", "Sites", "Origin", "LiveTensor", "Parameter", "Tree", "Part"}
+    for kind in dataclasses_of_sites():
+        assert (kind.__eq__, kind.__hash__) == (object.__eq__, object.__hash__), kind
+
+
+def test_sites_are_keys() -> None:
+    model = model_of("phi3")
+    found, again = sites.find(model), sites.find(model)
+    assert found[0] != again[0]
+    assert found[0] == found[0]
+    assert found.index(found[1]) == 1
+    assert again[0] not in found
+    of = {site: i for i, site in enumerate(found)} | dict.fromkeys(found[0].parameters(), -1)
+    assert [of[site] for site in found] == [0, 1, 2]
+    assert found != again
+    assert len({found, again}) == 2
+
+
+def test_the_layer_of_a_site_has_no_weights() -> None:
+    site = sites.find(bert())[0]
+    with pytest.raises(FormError, match=r"layer\.0\.attention\.self: .*ask site\.form\(\)"):
+        site.layer.form  # noqa: B018
+    assert "form" not in vars(site.layer)
+    site.form()
+    assert "form" not in vars(site.layer)
+    layer = site.snapshot()
+    assert layer == site.layer
+    assert np.array_equal(layer.form.w_k, site.form().w_k)
+    assert np.array_equal(layer.form_with(bias=True).w_k, site.snapshot().form_with(bias=True).w_k)
+
+
+def _new_query(model: Any) -> None:
+    attention = model.encoder.layer[1].attention.self
+    attention.query = torch.nn.Linear(24, 24)
+
+
+def _new_attention(model: Any) -> None:
+    attention = model.encoder.layer[1].attention
+    attention.self = bert().encoder.layer[1].attention.self
+
+
+def _around_the_same(model: Any) -> None:
+    """The same projections in another attention."""
+    old = model.encoder.layer[1].attention.self
+    model.encoder.layer[1].attention.self = torch.nn.ModuleDict(dict(old.named_children()))
+
+
+def _new_layer(model: Any) -> None:
+    model.encoder.layer[1] = bert().encoder.layer[1]
+
+
+def _no_layer(model: Any) -> None:
+    del model.encoder.layer[1:]
+
+
+@pytest.mark.parametrize(
+    "change", [_new_query, _new_attention, _around_the_same, _new_layer, _no_layer], ids=lambda f: f.__name__
+)
+def test_sites_of_replaced_modules_are_refused(change: Any) -> None:
+    model = bert()
+    site, read = sites.find(model)[1], list(qk.layers(model))[1]
+    old, before = site.parameters()[0].parameter, site.w_q().detach().clone()
+    change(model)
+    message = r"the model has (another \w+|nothing) at 'encoder\.layer\.1\..*look at the model again"
+    uses = {
+        "w_q": site.w_q,
+        "w_k": site.w_k,
+        "b_q": site.b_q,
+        "form": site.form,
+        "snapshot": lambda: site.snapshot().form,
+        "write_": lambda: site.write_(w_q=torch.zeros_like(before)),
+        "parameters": lambda: [share.parameter for share in site.parameters()],
+    }
+    if change is _new_query:
+        for side in ("w_k", "b_k"):
+            getattr(site, side)()  # the keys are still there
+        del uses["w_k"]
+    if change is not _around_the_same:  # a layer reads weights, whatever is around them
+        uses["layers"] = lambda: read.form
+    for use in uses.values():
+        with pytest.raises(SourceError, match=message):
+            use()
+    assert torch.equal(old.detach(), before.transpose(1, 2).reshape(24, 24))
+    if change is _around_the_same:
+        return
+    for new in [s for s in sites.find(model) if s.path == site.path]:
+        new.write_(w_q=before.to(new.w_q().dtype))
+        assert torch.equal(new.w_q(), before.to(new.w_q().dtype))
+
+
+def test_sites_follow_what_is_the_same_module() -> None:
+    """New values, a new parameter of the shape, and wrappers that came later."""
+    model = bert()
+    site = sites.find(model)[1]
+    query = site.module.query
+    query.weight = torch.nn.Parameter(torch.ones(24, 24))
+    model.encoder.layer[1] = torch.compile(model.encoder.layer[1], backend="eager")
+    site.module.key = Sharded(site.module.key)
+    assert bool((site.w_q() == 1).all())
+    site.write_(w_q=torch.zeros_like(site.w_q()), w_k=torch.zeros_like(site.w_k()))
+    assert bool((query.weight == 0).all())
+    assert (site.form().w_k == 0).all()
+
+
+def test_sites_of_changed_parameters_are_refused() -> None:
+    model = bert()
+    site = sites.find(model)[1]
+    site.module.query.weight = torch.nn.Parameter(torch.ones(48, 24))
+    for use in (site.w_q, site.form, lambda: site.write_(w_q=torch.zeros(4, 24, 6))):
+        with pytest.raises(
+            SourceError, match=r"query\.weight': it had shape \(24, 24\) and now has \(48, 24\)"
+        ):
+            use()
+    adapter = torch.nn.Module()
+    adapter.base_layer = site.module.key
+    site.module.key = adapter
+    for use in (site.w_k, site.form, lambda: site.write_(w_k=torch.zeros(4, 24, 6))):
+        with pytest.raises(
+            SourceError, match=r"has got an adapter since it was found; merge it first|had shape"
+        ):
+            use()
 
 
 def test_names_by_hand() -> None:

@@ -607,7 +607,7 @@ def test_several_distances_are_read_once_and_each_is_that_of_a_scan_of_its_own(t
     for model in table.models:
         (alone,) = qk.scan(folder, offset=model.offset).models
         assert alone.rows == model.rows
-        assert alone.bytes_read == model.bytes_read
+        assert model.bytes_read == (alone.bytes_read if model is table.models[0] else 0)
         assert f"R({model.offset})" in model.conventions["rotary"]
     raw = qk.scan(folder).models[0]
     assert raw.offset is None

@@ -15,12 +15,13 @@ ROOT = Path(qkform.__file__).parent
 # part -> parts of qkform it may import
 ARROWS = {
     "errors": set(),
+    "wrappers": set(),
     "steps": set(),
     "cache": {"errors"},
     "records": {"errors"},
     "differences": {"records", "errors"},
     "form": {"errors"},
-    "checkpoints": {"errors"},
+    "checkpoints": {"errors", "wrappers"},
     "layouts": {"form", "errors"},
     "samples": {"checkpoints", "errors", "cache"},
     "options": {"layouts", "errors"},
@@ -37,7 +38,7 @@ ARROWS = {
         "sites",
         "steps",
     },
-    "sites": {"layouts", "form", "errors"},
+    "sites": {"layouts", "form", "errors", "wrappers"},
     "report": {"records", "differences", "errors", "cache", "steps"},
     "targets": {"records", "differences", "errors", "report", "checkpoints"},
     "differ": {"differences", "errors", "form", "layouts", "options", "records", "scanner", "scoring"},

@@ -184,7 +184,7 @@ def diff(
     """How every layer and head changed from one checkpoint to another of the same architecture.
 
     Fine-tuned against pretrained, quantised against full. The band says where the change of symmetry would lie had
-    the form turned by the same angle in a random direction.
+    noise on W_Q and W_K turned the form by the same angle.
 
     Parameters
     ----------

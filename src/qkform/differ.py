@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from qkform.differences import DiffTable
-from qkform.errors import ConfigError, LayoutError, QKFormError
+from qkform.errors import ConfigError, LayoutError, QKFormError, prefixed
 from qkform.form import BilinearForm
 from qkform.form.change import change
 from qkform.layouts import AttentionLayer, Layout
@@ -51,9 +51,9 @@ def diff(
     distance at most; an adapter is its base with the adapter in it. Layers are matched by the path of their module;
     where the two name their modules differently (with and without a head; a GGUF file and the model it was made from),
     by the end of the path, or in order if all shapes agree. A row has both symmetries and directionalities, the size
-    of the change, the angle between the forms, and where the change of symmetry would lie (+-2 std) had the form
-    turned by the same angle in a random direction (docs/math.md#differences). Raises what `scan` raises, and
-    LayoutError where no layer of one is a layer of the other.
+    of the change, the angle between the forms, and where the change of symmetry would lie (+-2 std) had noise on W_Q
+    and W_K turned the form by the same angle (docs/math.md#differences). Raises what `scan` raises, and LayoutError
+    where no layer of one is a layer of the other.
 
     >>> diff("./pretrained", "./finetuned").layers[0]["symmetry_change"]       # doctest: +SKIP
     0.012
@@ -198,7 +198,7 @@ def _layer_rows(a: AttentionLayer, b: AttentionLayer, options: Options) -> list[
             rows += _rows(a, b, x, y, options, first=i * part * size)
         return rows
     except QKFormError as error:
-        raise type(error)(f"{a.module}: {error}") from None
+        raise prefixed(error, a.module) from None
 
 
 def _rows(
@@ -224,12 +224,13 @@ def _rows(
     }
     columns["directionality_change"] = columns["directionality_b"] - columns["directionality_a"]
     if own:
-        columns |= {"symmetry_a": form_a.symmetry(), "symmetry_b": form_b.symmetry()}
-        columns["symmetry_change"] = by = columns["symmetry_b"] - columns["symmetry_a"]
         columns |= {
+            "symmetry_a": form_a.symmetry(),
+            "symmetry_b": form_b.symmetry(),
+            "symmetry_change": moved.symmetry,
             "null_low": moved.null_mean - 2.0 * moved.null_std,
             "null_high": moved.null_mean + 2.0 * moved.null_std,
-            "symmetry_change_z": _z(by, moved.null_mean, moved.null_std),
+            "symmetry_change_z": moved.z(),
             "change_symmetry": moved.form.symmetry(),
         }
     defects = list(zip(form_a.defects(), form_b.defects(), moved.form.defects(), strict=True))
@@ -282,15 +283,10 @@ _SCORES = (
 )
 
 
-def _z(by: Any, mean: Any, std: Any) -> Any:
-    """Standard deviations from chance; NaN where nothing moved."""
-    return np.divide(by - mean, std, out=np.full_like(std, np.nan), where=std > 0.0)
-
-
 def _conventions(options: Options, matched_by: str) -> dict[str, Any]:
     """What was assumed, for the record."""
     return conventions(options, of_change=True) | {
         "change": "b - a; relative_change is ||W_b - W_a|| / ||W_a||, cosine is <W_a, W_b> / (||W_a|| ||W_b||)",
-        "null": "symmetry_change had W_a turned by the same angle in a random direction: mean -+ 2 standard deviations",
+        "null": "symmetry_change had noise on W_Q and W_K turned W_a by the same angle: mean -+ 2 standard deviations",
         "matched_by": matched_by,
     }

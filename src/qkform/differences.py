@@ -23,9 +23,9 @@ DIFF_COLUMNS: dict[str, type] = {
     "symmetry_a": float,  # [-1, 1]
     "symmetry_b": float,  # [-1, 1]
     "symmetry_change": float,  # [-2, 2], b - a
-    "null_low": float,  # a random change of the same size puts symmetry_change here: mean - 2 std
+    "null_low": float,  # noise on W_Q and W_K that turns W as far puts symmetry_change here: mean - 2 std
     "null_high": float,  # mean + 2 std
-    "symmetry_change_z": float,  # standard deviations from a random change
+    "symmetry_change_z": float,  # standard deviations from what such noise does on average
     "directionality_a": float,  # [-1, 1]; negative: columns (key side) dominate
     "directionality_b": float,
     "directionality_change": float,  # [-2, 2], b - a

@@ -47,3 +47,12 @@ class RecordError(QKFormError):
 
 class MissingExtra(QKFormError, ImportError):
     """A feature needs a package that an optional extra brings."""
+
+
+def prefixed(error: QKFormError, where: str) -> QKFormError:
+    """An error with the place in front of its message: of the same kind, or of the kind above that stands here.
+
+    Parts of the package have errors of their own, built from other things than a text; those end here.
+    """
+    kind = next(kind for kind in type(error).__mro__ if kind.__module__ == __name__)
+    return kind(f"{where}: {error}")  # type: ignore[no-any-return]

@@ -6,11 +6,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from qkform.checkpoints import Checkpoint, open_checkpoint
-from qkform.checkpoints.adapter import AdapterFolder, is_adapter, open_adapter
+from qkform.checkpoints.adapter import AdapterFolder, Merged, is_adapter, open_adapter
+from qkform.checkpoints.base import Need
 from qkform.checkpoints.hub_names import HubName, hub_name
 from qkform.errors import ConfigError, QKFormError, SourceError
 from qkform.form.change import change_form
@@ -75,7 +77,22 @@ def layers(
     )
     if len(options.revisions) > 1:
         raise ConfigError("layers reads one revision; call it once for each")
-    return _released(opened(source, options).layout.layers)
+    found = opened(source, options)
+    return _planned(found.checkpoint, found.layout)
+
+
+def _planned(checkpoint: Checkpoint | LiveModel, layout: Layout) -> Iterator[AttentionLayer]:
+    """Fresh copies of the layers. The first that is read plans for itself and those after it; to look reads nothing."""
+    planned = False
+
+    def read(first: int, name: str, rows: int | None = None) -> Any:
+        nonlocal planned
+        if not planned:
+            planned = True
+            _plan(checkpoint, layout.layers[first:], Options())
+        return layout.layers[first].read(name, rows)
+
+    return (replace(layer, read=partial(read, i)) for i, layer in enumerate(layout.layers))
 
 
 def _released(found: Sequence[AttentionLayer]) -> Iterator[AttentionLayer]:
@@ -171,13 +188,15 @@ def _scanned(
         found.source = _another(found.source, names)
     layout = _layout(found, options)
     every = _each_distance(options, layout)
-    _plan(found, layout, every[0])
+    _plan(found, layout.layers, every[0])
     rows: list[list[Row]] = [[] for _ in every]
     for layer in _counted(layout, found.source, progress):
         for at_distance, one in zip(rows, every, strict=True):  # the layer keeps what it has read
             at_distance += layer_rows(layer, one)
     return [
-        _scores_of(found, layout, one, found.source, at_distance, begin)
+        _scores_of(
+            found, layout, one, found.source, at_distance, begin, found.bytes_read if one is every[0] else 0
+        )
         for one, at_distance in zip(every, rows, strict=True)
     ]
 
@@ -199,35 +218,51 @@ def _adapted(
     name = adapter.merged.source
     layouts = [_layout(checkpoint, options) for checkpoint in (adapter.base, adapter.merged)]
     every = _each_distance(options, layouts[0])
-    _plan(adapter.merged, layouts[1], every[0])
+    both = list(zip(*(layout.layers for layout in layouts), strict=True))
+    adapter.merged.plan_with_base([(_needs(a, every[0]), _needs(b, every[0])) for a, b in both])
     names = [f"{name} (base: {adapter.base.source})", f"{name} (delta)", f"{name} (merged)"]
     rows: list[list[list[Row]]] = [[[] for _ in every] for _ in names]
     merged_layers = _released(layouts[1].layers)
     for before, after in zip(_counted(layouts[0], name, progress), merged_layers, strict=True):
         for i, one in enumerate(every):
-            a, b = changed(before, one.changes), changed(after, one.changes)
-            rows[0][i] += layer_rows(before, one, a)
-            rows[1][i] += _delta_rows(before, one, a, b)
-            rows[2][i] += layer_rows(after, one, b)
+            for of_model, found in zip(rows, _three(before, after, one), strict=True):
+                of_model[i] += found
+    read = (adapter.base.bytes_read, 0, adapter.merged.bytes_of_adapter)
     return [
         _scores_of(
-            checkpoint, layout, one, named, of_one, begin, adapter=adapter if k else None, delta=k == 1
+            checkpoint,
+            layout,
+            one,
+            names[k],
+            rows[k][i],
+            begin,
+            0 if i else read[k],
+            adapter=adapter if k else None,
+            delta=k == 1,
         )
         for i, one in enumerate(every)
-        for k, (checkpoint, layout, named, of_one) in enumerate(
-            (
-                (adapter.base, layouts[0], names[0], rows[0][i]),
-                (adapter.merged, layouts[0], names[1], rows[1][i]),
-                (adapter.merged, layouts[1], names[2], rows[2][i]),
-            )
+        for k, (checkpoint, layout) in enumerate(
+            ((adapter.base, layouts[0]), (adapter.merged, layouts[0]), (adapter.merged, layouts[1]))
         )
     ]
 
 
+def _three(before: AttentionLayer, after: AttentionLayer, options: Options) -> tuple[list[Row], ...]:
+    """The rows of a layer, of what an adapter adds to it, and with it. The changed forms live no longer than this."""
+    a, b = changed(before, options.changes), changed(after, options.changes)
+    delta = _delta_rows(
+        before, options, a, b
+    )  # first: it is the largest, and what scoring keeps is not there yet
+    return layer_rows(before, options, a), delta, layer_rows(after, options, b)
+
+
 def _delta_rows(layer: AttentionLayer, options: Options, a: Changed, b: Changed) -> list[Row]:
     """Rows of W_merged - W_base; where the adapter changes nothing, that is the reason."""
-    forms = (change_form(a.form, b.form), change_form(a.unextended, b.unextended))
-    rows = layer_rows(layer, options, Changed(*forms, a.flags))
+    form = change_form(a.form, b.form)
+    same = a.form is a.unextended and b.form is b.unextended
+    rows = layer_rows(
+        layer, options, Changed(form, form if same else change_form(a.unextended, b.unextended), a.flags)
+    )
     for row in rows:
         if row["norm"] == 0.0:
             row["reason"] = "the adapter does not change it"
@@ -242,9 +277,12 @@ def _each_distance(options: Options, layout: Layout) -> list[Options]:
     return every
 
 
-def _plan(checkpoint: Checkpoint | LiveModel, layout: Layout, options: Options) -> None:
-    needs = [(*layer.needs(), *extra_needs(layer, options.changes)) for layer in layout.layers]
-    checkpoint.plan([need for of_layer in needs for need in of_layer])
+def _plan(checkpoint: Checkpoint | LiveModel, found: Sequence[AttentionLayer], options: Options) -> None:
+    checkpoint.plan([need for layer in found for need in _needs(layer, options)])
+
+
+def _needs(layer: AttentionLayer, options: Options) -> list[Need]:
+    return [*layer.needs(), *extra_needs(layer, options.changes)]
 
 
 def _counted(layout: Layout, name: str, progress: Progress | None) -> Iterator[AttentionLayer]:
@@ -264,6 +302,7 @@ def _scores_of(
     source: str,
     rows: list[Row],
     begin: float,
+    bytes_read: int,
     *,
     adapter: Adapter | None = None,
     delta: bool = False,
@@ -280,7 +319,7 @@ def _scores_of(
         source=source,
         format=checkpoint.format,
         model_type=layout.model_type,
-        bytes_read=checkpoint.bytes_read,
+        bytes_read=bytes_read,  # of several models from one source each byte once, so that sums are right
         wall_seconds=time.perf_counter() - begin,
         conventions=told,
         skipped=list(layout.skipped),
@@ -310,7 +349,7 @@ class Adapter(NamedTuple):
     """A model, and the same model with an adapter in its weights."""
 
     base: Checkpoint
-    merged: Checkpoint
+    merged: Merged
     revision: str | None  # of the adapter, where it is the hub's
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qkform import __version__
-from qkform.errors import QKFormError
+from qkform.errors import QKFormError, prefixed
 from qkform.form import BilinearForm
 from qkform.layouts import AttentionLayer
 from qkform.layouts.transform import Changed, changed
@@ -35,7 +35,7 @@ def layer_rows(layer: AttentionLayer, options: Options, result: Changed | None =
             rows += _rows(layer, heads, options, result.flags, plain, first=i * part * size)
         return rows
     except QKFormError as error:
-        raise type(error)(f"{layer.module}: {error}") from None
+        raise prefixed(error, layer.module) from None
 
 
 def at_once(form: BilinearForm, itemsize: int = 4) -> int:

@@ -180,7 +180,7 @@ MELS = ("num_mel_bins", "feature_size", "n_mels", "input_feat_per_channel", "inp
 def candidates(model: Any) -> Iterator[dict[str, Any]]:
     """Inputs to try, likely ones first; the model says which names it takes."""
     config = model.config
-    takes = inspect.signature(model.forward).parameters
+    takes = inspect.signature(entry(model)).parameters
     main = getattr(model, "main_input_name", "input_ids")
     vocabulary = _first(config, "vocab_size", default=VOCABULARY)
     vocabulary = min(vocabulary, VOCABULARY) if isinstance(vocabulary, int) else VOCABULARY
@@ -212,6 +212,9 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
     options: list[dict[str, Any]] = []
     if "pixel_values" in takes and "input_ids" in takes:
         options.append({**text, **pixels, **decoder})
+    if "query_embeds" in takes:
+        queries = {"query_embeds": noise(BATCH, 5, width)}
+        options += [{**text, **queries, **states}, {**queries, **states}]
     if main == "input_ids" or "input_ids" in takes:
         options += [{**text, **decoder}, {**text, **states}]
         books = _first(config, "num_codebooks", "n_codebooks", "num_channels", default=0)
@@ -243,6 +246,8 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
         options = [*grids, *options]
     required = [n for n, p in takes.items() if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
     known = {"input_ids": text["input_ids"], **pixels, **decoder, **waves[0], **sounds[0]}
+    if "future_values" in takes:
+        options.append({"future_values": noise(BATCH, 4), "future_time_features": noise(BATCH, 4, 1)})
     if not options:
         options = [{}]
     for option in options:
@@ -266,6 +271,16 @@ def _grids(config: Any, takes: Mapping[str, Any]) -> list[dict[str, Any]]:
     still = noise(16, (inner if isinstance(inner, int) else 3) * patch * patch)
     square = still.reshape(16, -1, patch, patch)
     main = next((n for n in ("hidden_states", "pixel_values", "x") if n in takes), None)
+    if "spatial_shapes" in takes and "input_ids" not in takes:
+        ones = torch.ones(BATCH, 16, dtype=torch.long)
+        shapes = torch.tensor([[4, 4]] * BATCH)
+        return [
+            {
+                "pixel_values": still.expand(BATCH, -1, -1),
+                "pixel_attention_mask": ones,
+                "spatial_shapes": shapes,
+            }
+        ]
     named = next(
         (n for n in ("grid_thw", "image_grid_thw", "grid_hw", "grid_hws", "grids") if n in takes), None
     )
@@ -285,9 +300,10 @@ def _required(name: str, width: int) -> Any:
         "x",
         "encoder_hidden_states",
         "query",
+        "context",
     ):
         return noise(BATCH, LENGTH, width)
-    if "mask" in name:
+    if "mask" in name and name != "past_observed_mask":
         return torch.ones(BATCH, LENGTH if "feature" not in name else 64, dtype=torch.long)
     if name in ("bbox", "bboxes"):
         return torch.ones(BATCH, LENGTH, 4, dtype=torch.long)
@@ -298,13 +314,27 @@ def _required(name: str, width: int) -> Any:
     if name in ("object_queries", "spatial_position_embeddings", "position_embeddings"):
         return noise(BATCH, LENGTH, width)
     if name == "past_values":
-        return noise(BATCH, 64)
+        return noise(BATCH, 14)
+    if name == "past_time_features":
+        return noise(BATCH, 14, 1)
+    if name == "past_observed_mask":
+        return torch.ones(BATCH, 14)
+    if name == "audio_mel":
+        return noise(BATCH, 64, 128)
     return None
 
 
+def entry(model: Any) -> Callable[..., Any]:
+    """What is called: forward, or encode where a model has no forward of its own."""
+    unimplemented = type(model).forward is torch.nn.Module.forward
+    found: Callable[..., Any] = model.encode if unimplemented and hasattr(model, "encode") else model.forward
+    return found
+
+
 def forward(model: Any, inputs: Mapping[str, Any]) -> Callable[[], Any]:
-    takes = inspect.signature(model.forward).parameters
-    options = {"use_cache": False} if "use_cache" in takes else {}
-    if "input_ids" in inputs and "position_ids" not in takes:
-        options = dict(options)
-    return lambda: model(**inputs, **options)
+    """A call of the model with these inputs."""
+    called = entry(model)
+    options = {"use_cache": False} if "use_cache" in inspect.signature(called).parameters else {}
+    if called == model.forward:
+        called = model
+    return lambda: called(**inputs, **options)

@@ -71,6 +71,9 @@ RULES: tuple[tuple[str, Any], ...] = (
 NARROW = tuple(rule for rule in RULES if rule[1] in (LAYERS, 2, VOCABULARY) or rule[0] == "image_size")
 KEPT = {"transformers_version", "id2label", "label2id", "torch_dtype", "dtype", "architectures"}
 
+SERIES = {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2], "num_time_features": 1}
+ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+
 # What the rules get wrong, by model type (also of a sub-config). A value of ... drops the key.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "esm": {
@@ -81,9 +84,9 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     },
     "xlnet": {"d_head": 8},
     "zaya": {"num_experts_per_tok": 1},
-    "autoformer": {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2]},
-    "informer": {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2]},
-    "time_series_transformer": {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2]},
+    "autoformer": SERIES,
+    "informer": SERIES,
+    "time_series_transformer": SERIES,
     "bridgetower_vision_model": {"hidden_size": 64},
     "bit": {"num_groups": 2},
     "clvp_encoder": {"projection_dim": 32},
@@ -96,11 +99,15 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "d_fine": {"decoder_attention_heads": 4, "d_model": 32},
     "deimv2": {"decoder_attention_heads": 4, "d_model": 32},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}},
+    "clap_audio_model": {"num_mel_bins": 64, "spec_size": 64},
     "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "chameleon": {"vocabulary_map": {"<image>": 8, "IMGIMGAZ": 9}},
     "emu3": {"vocabulary_map": {"<image>": 8, "<|visual token 000001|>": 9, "<|extra_200|>": 10}},
-    "dory": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1, "num_hidden_layers": 3},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROTARY, "sliding_attention": ROTARY}},
+    "diffusion_gemma_text": {"num_global_key_value_heads": 2, "global_head_dim": 16},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
 }
 
@@ -197,7 +204,12 @@ def _fitted(out: dict[str, Any], variant: Variant) -> None:
     if not variant.widths:
         return
     heads = next(
-        (out[k] for k in ("num_attention_heads", "num_heads", "n_head") if isinstance(out.get(k), int)), 0
+        (
+            out[k]
+            for k in ("num_attention_heads", "num_heads", "n_head", "decoder_attention_heads")
+            if isinstance(out.get(k), int)
+        ),
+        0,
     )
     width = next((out[k] for k in ("hidden_size", "d_model", "n_embd") if isinstance(out.get(k), int)), 0)
     if isinstance(out.get("head_dim"), int) and out["head_dim"]:
@@ -222,6 +234,14 @@ def _fitted(out: dict[str, Any], variant: Variant) -> None:
 
 
 KV_KEYS = r".*(key_value_heads|n_head_kv|kv_heads|multi_query_group_num|kv_n_heads)"
+# stands in for convolutional backbones of a library that is not there; it has no attention, nor have they
+RESNET = {
+    "model_type": "resnet",
+    "embedding_size": 16,
+    "hidden_sizes": [16, 16, 32, 32],
+    "depths": [1, 1, 1, 1],
+    "layer_type": "basic",
+}
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 
 
@@ -242,6 +262,10 @@ def _chosen_layers(values: Mapping[str, Any], layers: int | None) -> list[int]:
 
 def _small(key: str, value: Any, layers: int | None, chosen: list[int], specials: _Specials) -> Any:
     if isinstance(value, dict):
+        if value.get("model_type") == "timm_backbone":
+            return RESNET | {
+                "out_features": [f"stage{i}" for i in range(1, 5)][-len(value.get("out_indices") or [4]) :]
+            }
         if "model_type" in value:
             return shrunk(value, value["model_type"], specials)
         return value

@@ -30,6 +30,7 @@ Tags = frozenset[tuple[Any, ...]]
 NONE: Tags = frozenset()
 
 MATMULS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "baddbmm", "einsum"}
+NARROW = (torch.float32, torch.float16, torch.bfloat16)
 ADDITIONS = {"add", "__add__", "__radd__", "add_", "__iadd__"}
 STRUCTURAL = {
     *("view", "reshape", "transpose", "permute", "t", "T", "chunk", "split", "unbind", "__getitem__", "to"),
@@ -49,6 +50,10 @@ POSITIONAL: Mapping[str, tuple[str, ...]] = {
     "conv2d": ("input", "weight", "bias"),
     "conv3d": ("input", "weight", "bias"),
 }
+
+
+def _narrow(args: Any) -> bool:
+    return any(isinstance(a, torch.dtype) and a in NARROW for a in args)
 
 
 def _positional(name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -188,6 +193,14 @@ class Trace(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        # some turn queries and keys, or their scores, in single precision: here everything is double
+        args = (
+            tuple(torch.float64 if isinstance(a, torch.dtype) and a in NARROW else a for a in args)
+            if _narrow(args)
+            else args
+        )
+        if kwargs.get("dtype") in NARROW:
+            kwargs = {**kwargs, "dtype": torch.float64}
         if kwargs and name in POSITIONAL:
             args, kwargs = _positional(name, args, kwargs)
         if name in ("scaled_dot_product_attention", "_scaled_dot_product_attention"):

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from qkform.checkpoints.base import ByteReader, Checkpoint, Need, TensorInfo, read_config, regular_file
-from qkform.checkpoints.derived import Array, Derived, Made
+from qkform.checkpoints.base import Array, ByteReader, Checkpoint, Need, TensorInfo, read_config, regular_file
+from qkform.checkpoints.choice import ADAPTER_CONFIG as CONFIG
+from qkform.checkpoints.choice import ADAPTER_WEIGHTS as WEIGHTS
+from qkform.checkpoints.choice import Several, choose
+from qkform.checkpoints.derived import Derived, Made, Shared
 from qkform.checkpoints.opening import open_checkpoint
-from qkform.errors import CheckpointError, ConfigError, SourceError
+from qkform.errors import CheckpointError, ConfigError, SourceError, prefixed
 
-CONFIG = "adapter_config.json"
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MAX_RANK = 65_536
 MAX_NAME = 1_024  # characters
 MAX_FRONT = 8  # parts of a name that one of the two files may lack
@@ -56,11 +58,14 @@ class AdapterFolder:
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a folder holds an adapter: its config and its weights."""
+    """Whether a folder holds an adapter: its config and its weights, and no model beside them (see `choice`)."""
     try:
-        return (path / CONFIG).is_file() and any((path / name).is_file() for name in WEIGHTS)
-    except (OSError, ValueError):
+        if not (path / CONFIG).is_file():
+            return False
+        found = choose([entry.name for entry in path.iterdir()])
+    except (OSError, ValueError, Several):
         return False
+    return found is not None and found.adapter
 
 
 def open_adapter(
@@ -69,7 +74,7 @@ def open_adapter(
     *,
     base: str | Path | None = None,
     open_hub: OpenHub | None = None,
-) -> tuple[Checkpoint, Checkpoint]:
+) -> tuple[Checkpoint, Merged]:
     """(base, merged): the model an adapter names, and that model with the adapter in its weights.
 
     `base` outranks `base_model_name_or_path`, which is a path (from the working folder or from the adapter's) or a hub
@@ -84,11 +89,11 @@ def open_adapter(
     if weights is None:
         raise SourceError(f"{source} has an {CONFIG} and no weights ({' or '.join(WEIGHTS)})")
     adapter = open_checkpoint(weights, source)
-    below = _open_base(config, path, base, open_hub)
-    return below, _Adapted(below, adapter, source, reader, _changes(adapter, below, config, path))
+    below = Shared(_open_base(config, path, base, open_hub))
+    return below, Merged(below, adapter, source, reader, _changes(adapter, below, config, path))
 
 
-class _Adapted(Derived):
+class Merged(Derived):
     """The base with an adapter in it."""
 
     def __init__(
@@ -101,7 +106,19 @@ class _Adapted(Derived):
     @property
     def bytes_read(self) -> int:
         """Bytes taken from the adapter and from the base, those that the base alone was read for included."""
-        return self.base.bytes_read + self._adapter.bytes_read + self._reader.bytes_read
+        return self.base.bytes_read + self.bytes_of_adapter
+
+    @property
+    def bytes_of_adapter(self) -> int:
+        return self._adapter.bytes_read + self._reader.bytes_read
+
+    def plan_with_base(self, layers: Sequence[tuple[list[Need], list[Need]]]) -> None:
+        """Plan to read (of the base, of this) layer by layer: what both read is fetched and held once."""
+        left = iter(self._kept.plan([need for _, of_merged in layers for need in of_merged], self._nbytes))
+        below: list[Need] = []
+        for of_base, of_merged in layers:
+            below += [*of_base, *self._below(islice(left, len(of_merged)))]
+        self.base.plan(below)
 
 
 # ---- the config
@@ -163,7 +180,7 @@ def _open_base(
     try:
         return _opened_base(config, path, base, open_hub)
     except SourceError as error:
-        raise type(error)(f"{path}: the base model of this adapter: {error}") from None
+        raise prefixed(error, f"{path}: the base model of this adapter") from None
 
 
 def _opened_base(

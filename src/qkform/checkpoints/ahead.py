@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkform.checkpoints.base import ByteReader
-from qkform.checkpoints.remote import Target, Web
+from qkform.checkpoints.remote import Refused, Target, Web
+from qkform.errors import SourceError
 
 Range = tuple[Path, int, int]  # file, first byte, bytes
 
@@ -98,17 +99,24 @@ class AheadReader:
     """
 
     def __init__(
-        self, web: Web, targets: Mapping[Path, Target], local: Mapping[Path, Path] | None = None
+        self,
+        web: Web,
+        targets: Mapping[Path, Target],
+        local: Mapping[Path, Path] | None = None,
+        in_words: Callable[[Refused], SourceError] = lambda answer: SourceError(str(answer)),
     ) -> None:
+        """`in_words` says what the hub's definite answers mean for a person; no other error of this part gets out."""
         self._web, self._targets, self._local = web, targets, dict(local or {})
+        self._in_words = in_words
         self._disk = ByteReader()
         self._waiting: list[Piece] = []  # not started, the next one last
         self._place: dict[Range, Piece] = {}
+        self._longest: dict[tuple[Path, int], int] = {}  # of ranges with one begin: fetched once
         self._uses: Counter[Range] = Counter()
         self._kept: dict[Range, NDArray[np.uint8]] = {}
         self._small: dict[Range, NDArray[np.uint8]] = {}
         self._held = 0  # bytes of started pieces that are not read to the end
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
         self._threads = 0
 
     @property
@@ -116,20 +124,31 @@ class AheadReader:
         return self._web.bytes_read + self._disk.bytes_read
 
     def plan(self, ranges: Sequence[Range]) -> None:
-        """Start to fetch; a second plan takes the place of what is left of the first."""
+        """Start to fetch what `read` will be asked for, as often as it will be asked.
+
+        A second plan takes the place of what is left of the first: what is on its way is waited for and let go.
+        """
+        self._abandon()
+        self._jobs.join()
         remote = [item for item in ranges if item[0] not in self._local and item[2]]
-        self._uses = Counter(remote)
-        self._held, self._kept = 0, {}
-        self._waiting = pieces(remote)[::-1]
+        self._longest = {}
+        for file, offset, nbytes in remote:
+            self._longest[file, offset] = max(nbytes, self._longest.get((file, offset), 0))
+        remote = [(file, offset, self._longest[file, offset]) for file, offset, _ in remote]
+        self._uses, self._kept = Counter(remote), {}
+        self._waiting = pieces([item for item in remote if item not in self._small])[::-1]
         self._place = {item: piece for piece in self._waiting for item in piece.ranges}
         self._start_some()
 
     def read(self, path: Path, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """`nbytes` bytes of a file from `offset`; the errors of `Web.fill`."""
+        """`nbytes` bytes of a file from `offset`; the errors of `Web.fill`, refusals in words."""
         if path in self._local:
             return self._disk.read(self._local[path], offset, nbytes)
         if not nbytes:
             return np.empty(0, np.uint8)
+        longest = self._longest.get((path, offset), nbytes)
+        if longest > nbytes:
+            return self.read(path, offset, longest)[:nbytes]
         item = (path, offset, nbytes)
         if item in self._kept or item in self._small:
             out = self._kept[item] if item in self._kept else self._small[item]
@@ -143,7 +162,7 @@ class AheadReader:
         piece.done.wait()
         if piece.fault is not None:
             self._abandon()
-            raise piece.fault
+            raise self._told(piece.fault) from None
         out = piece.data
         if piece.nbytes > nbytes:
             out = out[
@@ -175,7 +194,10 @@ class AheadReader:
         for _ in jobs:
             left.acquire()
         if faults:
-            raise faults[0]
+            raise self._told(faults[0]) from None
+
+    def _told(self, fault: BaseException) -> BaseException:
+        return self._in_words(fault) if isinstance(fault, Refused) else fault
 
     def _keep(self, item: Range, out: NDArray[np.uint8]) -> None:
         """Hold on to bytes that the plan asks for again, and for a while to those of small tensors."""
@@ -184,10 +206,11 @@ class AheadReader:
                 self._small.clear()
             self._small[item] = out
         self._uses[item] -= 1
-        if self._uses[item] <= 0:
-            self._kept.pop(item, None)
-        elif item not in self._kept and sum(a.nbytes for a in self._kept.values()) + out.nbytes <= KEPT_BYTES:
-            self._kept[item] = out
+        self._kept.pop(item, None)
+        if self._uses[item] > 0 and out.nbytes <= KEPT_BYTES:
+            self._kept[item] = out  # the last one asked for is the last to go
+            while sum(a.nbytes for a in self._kept.values()) > KEPT_BYTES:
+                del self._kept[next(iter(self._kept))]
 
     def _start_some(self) -> None:
         while self._waiting:
@@ -236,21 +259,23 @@ def _fetch(web: Web, target: Target, piece: Piece, at: int) -> None:
             piece.done.set()
 
 
-def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
+def _work(jobs: queue.Queue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
         del job
+        jobs.task_done()
 
 
-def _drain(jobs: queue.SimpleQueue[Job | None]) -> None:
+def _drain(jobs: queue.Queue[Job | None]) -> None:
     try:
         while True:
             jobs.get_nowait()
+            jobs.task_done()
     except queue.Empty:
         return
 
 
-def _dismiss(jobs: queue.SimpleQueue[Job | None]) -> None:
+def _dismiss(jobs: queue.Queue[Job | None]) -> None:
     """Let the threads of a reader that is gone end: what it had asked for is not fetched."""
     _drain(jobs)
     for _ in range(PARALLEL):

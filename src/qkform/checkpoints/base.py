@@ -71,6 +71,7 @@ def _viewed(raw: NDArray[np.uint8], info: TensorInfo, word: str) -> NDArray[Any]
     return array
 
 
+Array = NDArray[Any]
 Need = tuple[str, int | None]  # (tensor, how many of its first rows; None: all)
 
 

@@ -1,22 +1,25 @@
 """A checkpoint seen through others' names: tensors renamed, or computed from several that are stored.
 
+What is computed is held where a plan says that it is read again (the layers of latent attention share projections).
+
 Wrapper prefixes, quantised weights and adapters all end here, so that layouts never learn about them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from numpy.typing import NDArray
-
-from qkform.checkpoints.base import Checkpoint, Coded, Need, TensorInfo
+from qkform.checkpoints.base import Array, Checkpoint, Coded, Need, TensorInfo
+from qkform.checkpoints.kept import Kept
 from qkform.errors import CheckpointError
 
-Array = NDArray[Any]
+SHARED_BYTES = 2**32  # a layer's Q and K, which whoever asked first holds anyway
 
 
 @dataclass(frozen=True)
@@ -85,21 +88,38 @@ class Derived:
         gone = {*hidden, *self._renamed.values()}
         self.tensors: Mapping[str, TensorInfo] = _Names(base.tensors, made, self._renamed, gone)
         self.revision: str | None = base.revision
+        self._kept = Kept()
 
     @property
     def bytes_read(self) -> int:
         return self.base.bytes_read
 
     def plan(self, needs: Sequence[Need]) -> None:
-        """The same in the names of what is stored."""
-        below: dict[Need, None] = {}
-        for name, rows in needs:
+        """The same in the names of what is stored, as often as it is read there."""
+        self.base.plan(self._below(self._kept.plan(needs, self._nbytes)))
+
+    def _below(self, needs: Iterable[Need | None]) -> list[Need]:
+        below: list[Need] = []
+        for need in needs:
+            if need is None:
+                continue
+            name, rows = need
             made = self._made.get(name)
-            here = [(self._renamed.get(name, name), rows)] if made is None else made.needs(rows)
-            below.update(dict.fromkeys(here))
-        self.base.plan(list(below))
+            below += [(self._renamed.get(name, name), rows)] if made is None else made.needs(rows)
+        return below
+
+    def _nbytes(self, need: Need) -> int | None:
+        """How large a tensor is that is worth holding; None for one that the base hands out as it is."""
+        name, rows = need
+        if name not in self._made:
+            return None
+        shape = self._made[name].info.head(rows).shape
+        return math.prod(shape) * (8 if self._made[name].info.dtype == "F64" else 4)
 
     def read(self, name: str, rows: int | None = None) -> Array:
+        return self._kept.read((name, rows), partial(self._read, name))
+
+    def _read(self, name: str, rows: int | None) -> Array:
         made = self._made.get(name)
         return self.base.read(self._renamed.get(name, name), rows) if made is None else made.read(rows)
 
@@ -107,6 +127,18 @@ class Derived:
         """Codes and scales as they are stored; what is computed, as it is read."""
         made = self._made.get(name)
         return codes(self.base, self._renamed.get(name, name), rows) if made is None else made.read(rows)
+
+
+class Shared(Derived):
+    """A checkpoint below two views of it: what one has read is held for the other, if both were planned."""
+
+    def __init__(self, base: Checkpoint) -> None:
+        super().__init__(base, {})
+        self._kept = Kept(SHARED_BYTES)
+
+    def _nbytes(self, need: Need) -> int | None:
+        info = self.tensors.get(need[0])
+        return None if info is None else info.head(need[1]).nbytes
 
 
 def codes(checkpoint: Checkpoint, name: str, rows: int | None = None) -> Array:

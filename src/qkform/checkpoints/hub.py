@@ -15,13 +15,14 @@ from urllib.parse import quote
 from qkform.checkpoints.adapter import AdapterFolder, is_adapter
 from qkform.checkpoints.ahead import AheadReader
 from qkform.checkpoints.base import MAX_JSON_BYTES, Checkpoint, Local, parse_json, refuse_pointer
-from qkform.checkpoints.choice import Ranges, Whole, choose
+from qkform.checkpoints.choice import GGUF, INDEX, ONNX, suffix_of
 from qkform.checkpoints.hub_cache import COMMIT, cache_folder, cached_commit, snapshot, snapshot_file
 from qkform.checkpoints.hub_names import HubName, hub_name
+from qkform.checkpoints.listing import Ranges, Whole, listed
 from qkform.checkpoints.opening import logical, open_checkpoint
 from qkform.checkpoints.ranged import Headers, HubCheckpoint
 from qkform.checkpoints.remote import Refused, Target, Unreachable, Web, refused
-from qkform.checkpoints.safetensors import parse_index
+from qkform.checkpoints.safetensors import Incomplete, parse_index
 from qkform.errors import CheckpointError, ConfigError, SourceError
 
 
@@ -71,10 +72,9 @@ class _Opening:
             return self._offline(f"{self.source[:200]}: {self.endpoint} cannot be reached ({error})")
         except Refused as error:
             raise self._refusal(error) from None
-        found = self._cached(commit)
-        if found is not None:
-            return found
-        chosen = choose(sizes, self.name, commit)
+        chosen = listed(
+            sizes, self.name, commit
+        )  # what of it the cache holds is read from there, file by file
         try:
             if isinstance(chosen, Whole):
                 return self._downloaded(chosen, commit, sizes)
@@ -100,18 +100,23 @@ class _Opening:
         return commit, dict(_files(siblings))
 
     def _cached(self, commit: str) -> Checkpoint | AdapterFolder | None:
-        """The checkpoint in the user's cache, if safetensors of this commit are there to the last shard."""
+        """The checkpoint in the user's cache, if it is beyond doubt without the repository's list.
+
+        That is a file that was named and needs no others, or safetensors called "model" to the last shard; beside
+        their config.
+        """
         folder = snapshot(self.name.repo_id, commit)
         place = folder / self.name.path if folder is not None else None
         if place is None or not place.exists():
             return None
-        index = place / "model.safetensors.index.json"
-        whole = place.is_file() or index.is_file() or (place / "model.safetensors").is_file()
-        if not whole or (place.is_dir() and not (place / "config.json").is_file()):
+        inside = place if place.is_dir() else place.parent
+        standard = [place / f"model.safetensors{end}" for end in (INDEX, "")] if inside is place else [place]
+        alone = suffix_of(place.name) not in (*GGUF, *ONNX)  # parts and data lie beside those
+        if not (alone and any(file.is_file() for file in standard) and (inside / "config.json").is_file()):
             return None
         try:
             return self._local(place, commit)
-        except SourceError:  # a shard is missing
+        except Incomplete:
             return None
 
     def _local(self, place: Path, commit: str) -> Checkpoint | AdapterFolder:
@@ -135,6 +140,8 @@ class _Opening:
         try:
             return self._local(place, commit)
         except SourceError as error:
+            if isinstance(error, CheckpointError) and not isinstance(error, Incomplete):
+                raise  # a damaged file is not a missing one
             raise SourceError(
                 f"{why}, and your hub cache has not all of {self.name} at {commit[:12]}: {error}"
             ) from None
@@ -174,7 +181,7 @@ class _Opening:
             cached = snapshot_file(self.name.repo_id, commit, file)
             if cached is not None:
                 local[path] = cached
-        reader = AheadReader(self.web, targets, local)
+        reader = AheadReader(self.web, targets, local, self._refusal)
         return logical(
             HubCheckpoint(
                 self.source,
@@ -198,10 +205,20 @@ class _Opening:
         self, chosen: Whole, commit: str, sizes: Mapping[str, int | None]
     ) -> Checkpoint | AdapterFolder:
         """The files that ranges cannot serve, in the user's hub cache, opened there."""
-        missing = [f for f in chosen.files if snapshot_file(self.name.repo_id, commit, f) is None]
+        files, what = chosen.files, chosen.what
+        if chosen.index is not None:
+            places = parse_index(self._document(chosen.index, commit, sizes), Path(chosen.index))
+            shards = sorted({path.as_posix() for path in places.values()})
+            for file in shards:
+                if file not in sizes:
+                    raise CheckpointError(
+                        f"{chosen.index} names {file[:200]}, which the repository does not have"
+                    )
+            files, what = (*shards, *files), f"{len(shards)} {what}"
+        missing = [f for f in files if snapshot_file(self.name.repo_id, commit, f) is None]
         if missing and not (self.download or chosen.small):
             raise SourceError(
-                f"{self.source[:200]} has no safetensors that can be read in parts, only {chosen.what}; "
+                f"{self.source[:200]} has no safetensors that can be read in parts, only {what}; "
                 f"--download would fetch {_amount(missing, sizes)} into your hub cache ({cache_folder()}) and scan it"
             )
         for file in missing:

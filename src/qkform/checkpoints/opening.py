@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from qkform.checkpoints.base import ByteReader, Checkpoint, opening, read_config, regular_file
+from qkform.checkpoints.choice import (
+    ADAPTER_CONFIG,
+    GGUF,
+    INDEX,
+    NPZ,
+    ONNX,
+    PICKLED,
+    Several,
+    choose,
+    suffix_of,
+)
+from qkform.checkpoints.choice import READ as READ
 from qkform.checkpoints.prefixes import plain_names
 from qkform.checkpoints.quantised import dequantised
 from qkform.checkpoints.safetensors import SafetensorsCheckpoint, read_index
 from qkform.errors import CheckpointError, SourceError
-
-SAFETENSORS, GGUF, ONNX, NPZ = (".safetensors",), (".gguf",), (".onnx",), (".npz",)
-PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-INDEX = ".index.json"
-READ = (*SAFETENSORS, *PICKLED, *GGUF, *ONNX, *NPZ)  # of several formats in a folder the first is taken
 
 _UNREAD = {
     ".h5": "Keras or TensorFlow",
@@ -31,12 +37,6 @@ _UNREAD = {
     ".joblib": "a pickle of any kind",
     ".ggml": "GGML, before GGUF",
 }
-# Beside a model's weights, and none.
-_NO_WEIGHTS = re.compile(
-    r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|tokenizer|vocab|adapter_model|zero_pp_rank"
-    r"|.*optim_states|consolidated_params).*"
-)
-_SHARD = re.compile(r"(?P<stem>.*)-(?P<no>[0-9]{1,6})-of-(?P<count>[0-9]{1,6})(?P<suffix>\.[^.]+)", re.DOTALL)
 _CONVERT = "save the model as safetensors (`model.save_pretrained(folder)`) and scan that folder"
 
 
@@ -69,8 +69,8 @@ def _hint(source: str) -> str:
     parts = source.split("/")
     if len(parts) == 2 and all(parts) and not source.startswith((".", "~")):
         return (
-            f"; if it is a hub id: hub ids are not read yet, fetch it first with `hf download {source}` "
-            "and scan the folder that command prints"
+            f"; if it is a hub id, give it as text ({source!r}), or as hf://{source}: a path is never looked up on "
+            "the hub"
         )
     return "; give a .safetensors or .gguf file, a folder that holds one, or sample:minilm"
 
@@ -95,11 +95,15 @@ def _open_folder(folder: Path, source: str) -> Checkpoint:
         names = sorted(p.name for p in folder.iterdir())
     except OSError as error:
         raise SourceError(f"cannot list {source}: {error.strerror or error}") from None
-    for suffixes in (SAFETENSORS, PICKLED, GGUF, ONNX, NPZ):
-        found = _choose(folder, names, suffixes, source)
-        if found is not None:
-            return found
-    if "adapter_config.json" in names:
+    try:
+        found = choose(names)
+    except Several as error:
+        raise SourceError(f"{source} holds {error}; name one of them") from None
+    if found is not None and not found.adapter:
+        if found.index is not None:
+            return _open_index(folder / found.index, source)
+        return _open_files([folder / name for name in found.files], source, found.suffix)
+    if ADAPTER_CONFIG in names:
         raise SourceError(
             f"{source} holds an adapter and no model; the base that it names is scanned with it"
         )
@@ -114,47 +118,10 @@ def _open_folder(folder: Path, source: str) -> Checkpoint:
     )
 
 
-def _choose(folder: Path, names: Sequence[str], suffixes: Sequence[str], source: str) -> Checkpoint | None:
-    """The model of one format in a folder, None where there is none."""
-    files = [n for n in names if Path(n).suffix.lower() in suffixes and not _NO_WEIGHTS.fullmatch(n)]
-    indexes = [n for n in names if n.endswith(tuple(s + INDEX for s in suffixes))]
-    for stem in ("model", "pytorch_model"):
-        for suffix in suffixes:
-            if stem + suffix + INDEX in indexes:
-                return _open_index(folder / (stem + suffix + INDEX), source)
-            if stem + suffix in files:
-                return _open_files([folder / (stem + suffix)], source, suffix)
-    if len(indexes) == 1:
-        return _open_index(folder / indexes[0], source)
-    if len(indexes) > 1:
-        raise SourceError(
-            f"{source} holds several models ({', '.join(indexes[:5])}); name one of these files"
-        )
-    if not files:
-        return None
-    suffix = Path(files[0]).suffix.lower()
-    if len(files) == 1 or _one_set_of_shards(files):
-        return _open_files([folder / n for n in files], source, suffix)
-    sets = {m["stem"] for n in files if (m := _SHARD.fullmatch(n))}
-    if suffix == ".gguf" and len(sets) == 1 and all(_SHARD.fullmatch(n) for n in files):
-        return _open_files([folder / files[0]], source, suffix)  # parts are missing: it says which
-    raise SourceError(
-        f"{source} holds {len(files)} {suffix.removeprefix('.')} files and no index ({', '.join(files[:5])}"
-        f"{', ...' if len(files) > 5 else ''}); name one of them"
-    )
-
-
-def _one_set_of_shards(names: Sequence[str]) -> bool:
-    """True for a complete set model-00001-of-0000N.safetensors .. without its index."""
-    shards = [_SHARD.fullmatch(n) for n in names]
-    sets = {(s["stem"], s["count"], s["suffix"]) if s else None for s in shards}
-    return len(sets) == 1 and shards[0] is not None and len(names) == int(shards[0]["count"])
-
-
 def _open_index(path: Path, source: str) -> Checkpoint:
     reader = ByteReader()
     places = read_index(path, reader)
-    suffix = Path(path.name.removesuffix(INDEX)).suffix.lower()
+    suffix = suffix_of(path.name.removesuffix(INDEX))
     try:
         return _open_files(sorted(set(places.values())), source, suffix, reader, places)
     except CheckpointError as error:

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from qkform.checkpoints.base import Need, TensorInfo
-from qkform.checkpoints.derived import Array, Made, codes, refused
+from qkform.checkpoints.base import Array, Need, TensorInfo
+from qkform.checkpoints.derived import Made, codes, refused
 from qkform.checkpoints.parts import Parts
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each nibble holds, lowest nibble first

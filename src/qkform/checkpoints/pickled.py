@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from qkform.errors import CheckpointError, MissingExtra, SourceError
 MAX_PICKLE_BYTES = 100_000_000  # names, shapes and a trainer's state; the tensors lie beside it
 MAX_TENSORS = 100_000
 MAX_DEPTH = 8  # dictionaries inside each other
-REMAP_BYTES = 2**28  # a map keeps what was touched resident: it is dropped after so much
+REMAP_BYTES = 2**28  # maps keep what was touched resident: they are dropped after so much
+WHOLE_FILES = 2  # files of the older format that are in memory at once
 REPEATED_BYTES = 2**26  # a view may be larger than what it views by so much
 
 # Where trainers put the model's weights, in the order in which they are looked for.
@@ -60,8 +62,11 @@ class PickledCheckpoint(Local):
     ) -> None:
         self.source, self.config, self.config_path = source, config, config_path
         self._reader = reader
-        self._loaded: tuple[Path, dict[str, Any]] | None = None
-        self._touched = 0
+        self._mapped: dict[Path, bool] = {}
+        self._states: dict[
+            Path, dict[str, Any]
+        ] = {}  # tensors of the files, the one asked for last at the end
+        self._touched: Counter[Path] = Counter()  # bytes of each map that are resident, at most
         tensors: dict[str, TensorInfo] = {}
         for file in files:
             for name, tensor in self._state(file).items():
@@ -109,21 +114,29 @@ class PickledCheckpoint(Local):
                 "not a weight that a model has"
             )
         out = _as_numpy(tensor.detach() if rows is None else tensor.detach()[:rows])
-        if self._is_mapped(info.file):
+        if self._mapped[info.file]:
             self._reader.bytes_read += info.nbytes
-            self._touched += info.nbytes
+            self._touched[info.file] += info.nbytes
         return out
 
     def _state(self, file: Path) -> dict[str, Any]:
-        """The tensors of one file by name; the last file's are kept."""
-        if self._loaded is None or self._loaded[0] != file or self._touched > REMAP_BYTES:
-            self._loaded, self._touched = None, 0
-            self._loaded = file, _load(file, self._reader)
-        return self._loaded[1]
-
-    def _is_mapped(self, file: Path) -> bool:
-        with opening(file) as stream:
-            return stream.read(4) == b"PK\3\4"
+        """The tensors of one file by name. Maps are kept until they have been read from, older files for a while."""
+        if self._touched.total() > REMAP_BYTES:
+            for other in self._touched:
+                self._states.pop(other, None)
+            self._touched.clear()
+        state = self._states.pop(file, None)
+        if state is None:
+            if file not in self._mapped:
+                with opening(file) as stream:
+                    self._mapped[file] = stream.read(2) == b"PK"
+            if not self._mapped[file]:
+                whole = [other for other in self._states if not self._mapped[other]]
+                for other in whole[: len(whole) + 1 - WHOLE_FILES]:
+                    del self._states[other]
+            state = _load(file, self._reader)
+        self._states[file] = state
+        return state
 
 
 def _as_numpy(tensor: Any) -> NDArray[Any]:

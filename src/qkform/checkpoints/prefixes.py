@@ -8,20 +8,10 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
-from qkform.checkpoints.base import Checkpoint, Need, TensorInfo
-from qkform.checkpoints.derived import Array, Derived, Made, refused
+from qkform.checkpoints.base import Array, Checkpoint, Need, TensorInfo
+from qkform.checkpoints.derived import Derived, Made, refused
+from qkform.wrappers import DATA_PARALLEL, WRAPPERS
 
-# Each is a part of a path that its wrapper's attribute adds; none is the name of a module that models have.
-WRAPPERS = frozenset(
-    {
-        "_orig_mod",  # torch.compile
-        "_fsdp_wrapped_module",  # FullyShardedDataParallel
-        "_fpw_module",  # the same, older
-        "_checkpoint_wrapped_module",  # activation checkpointing
-        "_forward_module",  # Lightning's strategies
-    }
-)
-_DATA_PARALLEL = "module"  # DistributedDataParallel, DeepSpeed; models may have modules of this name too
 _PARAMETRIZED = re.compile(r"(?P<path>(?:.*\.)?)parametrizations\.(?P<name>[^.]+)\.(?P<rest>[^.]+(?:\..+)?)")
 _LEGACY_NORM = re.compile(r"(?P<path>(?:.*\.)?)(?P<name>weight)_(?P<rest>[gv])")
 _ORIGINALS = {"original": "", "original0": "g", "original1": "v", "g": "g", "v": "v"}
@@ -33,9 +23,8 @@ def plain_names(checkpoint: Checkpoint) -> Checkpoint:
     Where two tensors would then have one name, `module` is taken for a module of the model; where they still
     would, all names stay.
     """
-    names = _unwrapped(checkpoint.tensors, WRAPPERS | {_DATA_PARALLEL}) or _unwrapped(
-        checkpoint.tensors, WRAPPERS
-    )
+    found = checkpoint.tensors
+    names = _unwrapped(found, {*WRAPPERS, DATA_PARALLEL}) or _unwrapped(found, set(WRAPPERS))
     renamed = {new: name for name, new in names.items() if new != name}
     view: Checkpoint = Derived(checkpoint, {}, renamed=renamed) if renamed else checkpoint
     return _without_parametrizations(view)

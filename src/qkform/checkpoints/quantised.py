@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from qkform.checkpoints.base import Checkpoint, Need, TensorInfo
-from qkform.checkpoints.derived import Array, Derived, Made, codes, refused
+from qkform.checkpoints.base import Array, Checkpoint, Need, TensorInfo
+from qkform.checkpoints.derived import Derived, Made, codes, refused
 from qkform.checkpoints.packed import awq, bitsandbytes_4bit, compressed_tensors, gptq
 from qkform.checkpoints.parts import Parts
 

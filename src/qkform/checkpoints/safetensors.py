@@ -47,6 +47,10 @@ BITS = {
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
+class Incomplete(CheckpointError):
+    """A shard that an index names is not there."""
+
+
 class Reader(Protocol):
     """Where the bytes come from: a disk, or the hub."""
 
@@ -265,7 +269,7 @@ def read_index(path: Path, reader: ByteReader) -> dict[str, Path]:
         except OSError:  # a name too long for the file system
             exists = False
         if not exists:
-            raise CheckpointError(
+            raise Incomplete(
                 f"{path} names {shard_path.name[:200]}, which is not in {path.parent}: the download is incomplete"
             )
         regular_file(shard_path)

@@ -10,7 +10,7 @@ from qkform.errors import ConfigError, LayoutError
 from qkform.layouts.manual import QUERY, candidates
 from qkform.layouts.match import MAX_NAME, HasShape, places
 from qkform.layouts.outside import is_timm
-from qkform.layouts.rules import Family, Rule, families
+from qkform.layouts.rules import Family, Kind, Rule, families
 
 
 def named_type(config: Mapping[str, Any] | None, where: str) -> tuple[str | None, str]:
@@ -70,9 +70,13 @@ def nothing_known(
     return LayoutError(f"{found}; {remedy}.{why} {candidates(tensors)}")
 
 
+# query tensor, layer, key tensor in the module, order, transposed, self or cross
+_Reading = tuple[str, int, str, str, bool, Kind]
+
+
 def _by_names(tensors: Mapping[str, HasShape]) -> Family | None:
     """The family that the names alone fit, if all that fit read the same weights in the same way."""
-    readings: dict[frozenset[Any], list[Rule]] = {}
+    readings: dict[frozenset[_Reading], list[Rule]] = {}
     for name, family in families().items():
         if name.startswith("gguf:"):
             continue
@@ -88,7 +92,7 @@ def _by_names(tensors: Mapping[str, HasShape]) -> Family | None:
         )
         if reading:
             readings.setdefault(reading, used)
-    widest = max(readings, key=len, default=frozenset())
+    widest = max(readings, key=len, default=frozenset[_Reading]())
     if not readings or any(not reading <= widest for reading in readings):
         return None
     if len({tensor for tensor, *_ in widest}) < len(widest):  # one family with several orders, and no config

@@ -11,13 +11,13 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from typing import Any
 
 from qkform.errors import LayoutError
 from qkform.layouts.match import place
-from qkform.layouts.rules import Rule
+from qkform.layouts.rules import Kind, Rule
 
 _FACTS = frozenset(f.name for f in fields(Rule)) - {
     "family",
@@ -30,7 +30,7 @@ _FACTS = frozenset(f.name for f in fields(Rule)) - {
 _KEYS = ("heads", "kv_heads", "head_dim")  # config keys of head counts, where they are not the usual ones
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each entry is itself: it can be a key
 class Block:
     """One kind of attention of some model types: where it stands, and fields of `Rule`; or why it is skipped."""
 
@@ -47,11 +47,15 @@ class Block:
     def keys(self) -> Mapping[str, tuple[str, ...]]:
         return {key: self.facts[key] for key in _KEYS if key in self.facts}
 
-    def rule(self, model_type: str, **found: Any) -> Rule:
-        """The rule of this block, with what was `found` where the block says nothing."""
-        return Rule(model_type, found.pop("module", self.module), **{**found, **self.facts})
+    def rule(
+        self, model_type: str, *, q: str = "", k: str = "", exact: bool = False, kind: Kind = "self"
+    ) -> Rule:
+        """The rule of this block, with what was found where the block says nothing."""
+        found = {"q": q, "k": k, "exact": exact, "attention": kind}
+        return Rule(model_type, self.module, **{**found, **self.facts})
 
 
+@lru_cache(256)
 def blocks_of(model_type: str) -> Sequence[Block]:
     """The blocks of a model type, then those of any type, in the order of the files."""
     blocks, _ = _files()
@@ -60,11 +64,19 @@ def blocks_of(model_type: str) -> Sequence[Block]:
 
 def block_of(model_type: str, module: str, own: Block | None = None) -> Block | None:
     """The facts about one module, None if there are none. `own` is the block that named its tensors, if one did."""
-    fitting = [
-        b
-        for b in blocks_of(model_type)
-        if b is own or not (b.skip or b.names_tensors or place(b.module, module) is None)
-    ]
+    return _together(
+        tuple(
+            b
+            for b in blocks_of(model_type)
+            if b is own or not (b.skip or b.names_tensors or place(b.module, module) is None)
+        ),
+        own,
+    )
+
+
+@lru_cache(1024)
+def _together(fitting: tuple[Block, ...], own: Block | None) -> Block | None:
+    """Several blocks as one, the same object for the same ones: a hundred layers ask for it, of two or three kinds."""
     facts: dict[str, Any] = {}
     for block in reversed(fitting):
         facts.update(block.facts)

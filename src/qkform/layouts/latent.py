@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from qkform.layouts.layer import AttentionLayer, Reader, Stored
 from qkform.layouts.match import MAX_NAME, MAX_PARTS, HasShape, Place
 from qkform.layouts.naming import layer_place
-from qkform.layouts.rules import bias_of
+from qkform.layouts.order import WHOLE
+from qkform.layouts.rotary import Positions
+from qkform.layouts.rules import Mask, bias_of
 from qkform.layouts.scopes import KEYS, Candidate, path_words
 
 KV_A, KV_B = "kv_a_proj_with_mqa.weight", "kv_b_proj.weight"
@@ -100,51 +101,64 @@ def split(found: Latent, tensors: Mapping[str, HasShape], parts: Sequence[Candid
     return f"latent attention whose sizes ({keys} and heads) in the config do not make its shapes"
 
 
-def layers(
-    found: Latent, size: Split, tensors: Mapping[str, HasShape], read: Reader, facts: Mapping[str, Any]
-) -> Iterator[AttentionLayer]:
-    """The whole score, then its two parts. `facts` are mask, norm, norm_kind, norm_bias, flags and positions."""
+@dataclass(frozen=True)
+class Setting:
+    """What is known of a latent attention beside its projections; the words are those of `AttentionLayer`."""
 
-    def stored(name: str, **rest: Any) -> Stored:
-        bias = bias_of(name)
-        return Stored(name, bias if bias in tensors else None, **rest)
+    mask: Mask
+    norm: str | None
+    norm_kind: str
+    norm_bias: str | None
+    flags: tuple[str, ...]
+    positions: Positions
+
+
+def layers(
+    found: Latent, size: Split, tensors: Mapping[str, HasShape], read: Reader, setting: Setting
+) -> Iterator[AttentionLayer]:
+    """The whole score, then its two parts."""
+
+    def stored(
+        name: str, part: str = WHOLE, widths: tuple[tuple[str, int], ...] = (), inner: Stored | None = None
+    ) -> Stored:
+        bias = bias_of(name) if bias_of(name) in tensors else None
+        return Stored(name, bias, part, bias_part=part, widths=widths, inner=inner)
 
     kv_widths = (("latent", size.rank), ("rope", size.rope))
     inner_q = stored(found.q_a) if found.q_a else None
     latent, shared = (
-        stored(found.kv_a, part=part, bias_part=part, widths=kv_widths)
+        stored(found.kv_a, part=part, widths=kv_widths)
         for part in ("latent|rope: latent", "latent|rope: rope")
     )
-    nope = {"part": "heads x [nope|v]: nope", "bias_part": "heads x [nope|v]: nope"}
     nope_widths = (("nope", size.nope), ("v", size.v))
-    k_nope = stored(found.kv_b, **nope, widths=nope_widths, inner=latent)
+    k_nope = stored(found.kv_b, "heads x [nope|v]: nope", nope_widths, latent)
     q_widths = (("nope", size.nope), ("rope", size.rope))
     q_nope, q_rope = (
-        stored(found.q, part=part, bias_part=part, widths=q_widths, inner=inner_q)
+        stored(found.q, part=part, widths=q_widths, inner=inner_q)
         for part in ("heads x [nope|rope]: nope", "heads x [nope|rope]: rope")
     )
     module = found.place.module
     normed = any(f"{module}.{norm}.weight".removeprefix(".") in tensors for norm in _NORMS)
-    flags = (*facts["flags"], *(("latent_norm",) if normed else ()))
+    flags = (*setting.flags, *(("latent_norm",) if normed else ()))
     whole = AttentionLayer(
         component=found.place.component,
         module=module,
         layer=found.place.layer,
         shared_by=None,
         attention="self",
-        mask=facts["mask"],
+        mask=setting.mask,
         n_heads=size.heads,
         n_kv_heads=size.heads,
         d_model=int(tensors[found.kv_a].shape[1]),
         d_head=size.nope + size.rope,
         flags=flags,
-        norm=facts["norm"],
-        norm_kind=facts["norm_kind"],
+        norm=setting.norm,
+        norm_kind=setting.norm_kind,
         q=stored(found.q, inner=inner_q),
         k=replace(k_nope, tail=shared),
         read=read,
-        norm_bias=facts["norm_bias"],
-        positions=facts["positions"],
+        norm_bias=setting.norm_bias,
+        positions=setting.positions,
     )
     yield whole
     yield replace(whole, part="nope", d_head=size.nope, q=q_nope, k=k_nope)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qkform.errors import QKFormError
+from qkform.errors import QKFormError, prefixed
 from qkform.form import BilinearForm
 from qkform.layouts.order import WHOLE, Sizes, cut
+from qkform.layouts.rules import Kind, Mask
 
 if TYPE_CHECKING:
     from qkform.layouts.rotary import Positions
@@ -69,8 +70,8 @@ class AttentionLayer:
     module: str
     layer: int
     shared_by: tuple[int, ...] | None
-    attention: Literal["self", "cross"]
-    mask: Literal["causal", "bidirectional", "unknown"]
+    attention: Kind
+    mask: Mask
     n_heads: int
     n_kv_heads: int
     d_model: int
@@ -97,7 +98,7 @@ class AttentionLayer:
             w_k, b_k = self._projection(self.k, self.n_kv_heads, held)
             return BilinearForm(w_q, w_k, b_q=b_q, b_k=b_k)
         except QKFormError as error:
-            raise type(error)(f"{self.module}: {error}") from None
+            raise prefixed(error, self.module) from None
 
     def form_with(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from qkform.layouts.rules import Rule
 
@@ -86,7 +86,7 @@ def is_number(part: str) -> bool:
     return part.isascii() and part.isdigit() and len(part) < 7 and (part == "0" or part[0] != "0")
 
 
-def modules_of(pattern: str, tensors: Mapping[str, Any]) -> dict[str, list[str]]:
+def modules_of(pattern: str, tensors: Mapping[str, HasShape]) -> dict[str, list[str]]:
     """Modules whose path ends in `pattern`, each with the names of its tensors."""
     last = pattern.rpartition(".")[2]
     found: dict[str, list[str]] = {}

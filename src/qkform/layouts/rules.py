@@ -45,6 +45,9 @@ from typing import Any, Literal
 from qkform.errors import LayoutError
 from qkform.layouts.order import WHOLE, parsed
 
+Kind = Literal["self", "cross"]
+Mask = Literal["causal", "bidirectional", "unknown"]
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -69,8 +72,8 @@ class Rule:
     head_dim: tuple[str, ...] = ()
     d_model: tuple[str, ...] = ("hidden_size",)
     layers: tuple[str, ...] = ("num_hidden_layers",)
-    attention: Literal["self", "cross"] = "self"
-    mask: Literal["causal", "bidirectional", "unknown"] = "unknown"
+    attention: Kind = "self"
+    mask: Mask = "unknown"
     causal_if: str = ""
     bidirectional_if: str = ""
     not_causal_if_false: str = ""
@@ -85,6 +88,10 @@ class Rule:
     any_width: bool = False
     kv_shared: str = ""
     defaults: Mapping[str, int] = field(default_factory=dict)
+
+    def counts(self, config: Mapping[str, Any] | None) -> bool:
+        """Whether the config has the values with which this rule counts."""
+        return _has(config, self.when, self.unless_set)
 
     @property
     def q_tensor(self) -> str:
@@ -131,6 +138,14 @@ class Note:
     module: str
     reason: str
     when: Mapping[str, Any] = field(default_factory=dict)
+
+    def counts(self, config: Mapping[str, Any] | None) -> bool:
+        """Whether the config has the values with which the term is there."""
+        return _has(config, self.when, {})
+
+
+def _has(config: Mapping[str, Any] | None, when: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+    return all((config or {}).get(key, defaults.get(key)) == value for key, value in when.items())
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ weights. Where two readings remain, there is no answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,37 +166,74 @@ def path_words(module: str) -> frozenset[str]:
     return frozenset(re.split(r"[._]", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", module).lower()))
 
 
-def solve(
-    options: list[Candidate],
-    overrides: Overrides,
-    module: str,
-    q: Projection,
-    k: Projection,
-    keys: Mapping[str, tuple[str, ...]] | None = None,
-    any_width: bool = False,
-) -> Geometry | str:
-    """Heads of a pair of projections, or why they are not known. `keys` are config keys to read and no others.
+_Question = tuple[frozenset[str], str, Projection, Projection, tuple[tuple[str, ...], ...], bool]
 
-    `any_width`: it is known that heads do not fill the width of the model and that no head size says so.
+
+class Solver:
+    """Heads of pairs of projections, by the parts of one config; equal questions are answered once.
+
+    Of a module's path only those words count that may point to a part of the config, and its numbers only where
+    the config has a list of head counts: thousands of layers ask a handful of different questions.
     """
-    path = path_words(module)
-    numbers = tuple(int(part) for part in module.split(".") if is_number(part))
-    named = {**KEYS, **(keys or {})}
-    # a word of the path that names a sub-config rules the others out; of several, the one with most words counts
-    pointed = [c for c in options if c.points_to(path) and c.value(named["heads"], numbers)]
-    fitting: dict[Geometry, int] = {}
-    for candidate in pointed or options:
-        geometry = _fit(candidate, overrides, module, numbers, q, k, named, any_width)
-        if geometry is not None:
-            hits = candidate.hits(path)
-            fitting[geometry] = max(fitting.get(geometry, 0), hits)
-    best = [g for g, hits in fitting.items() if hits == max(fitting.values())]
-    if len(best) == 1:
-        return best[0]
-    if best:
-        words = " or ".join(f"{g.n_heads} heads of {g.d_head}" for g in best[:4])
-        return f"the config leaves open whether it has {words}"
-    return "no head count in the config makes its shapes"
+
+    def __init__(self, options: Sequence[Candidate], overrides: Overrides) -> None:
+        self._options, self._overrides = options, overrides
+        words = {word for option in options for word in option.words}
+        self._telling = frozenset[str]().union(*(_SYNONYMS.get(word, {word}) for word in words))
+        self._listed = {
+            key for c in options for key, value in c.values.items() if isinstance(value, (list, tuple))
+        }
+        self._answers: dict[_Question, Geometry | str] = {}
+
+    def words(self, module: str) -> frozenset[str]:
+        """The words of a module's path that some part of the config goes by."""
+        return path_words(module) & self._telling if self._telling else self._telling
+
+    def solve(
+        self,
+        module: str,
+        q: Projection,
+        k: Projection,
+        keys: Mapping[str, tuple[str, ...]] | None = None,
+        any_width: bool = False,
+    ) -> Geometry | str:
+        """Heads of a pair of projections, or why they are not known. `keys` are config keys to read and no others.
+
+        `any_width`: it is known that heads do not fill the width of the model and that no head size says so.
+        """
+        named = {**KEYS, **(keys or {})}
+        asked = tuple(named[kind] for kind in KEYS)
+        varies = not all(self._listed.isdisjoint(of_kind) for of_kind in asked)
+        question = (self.words(module), module if varies else "", q, k, asked, any_width)
+        if question not in self._answers:
+            self._answers[question] = self._solved(*question)
+        return self._answers[question]
+
+    def _solved(
+        self,
+        path: frozenset[str],
+        module: str,
+        q: Projection,
+        k: Projection,
+        asked: tuple[tuple[str, ...], ...],
+        any_width: bool,
+    ) -> Geometry | str:
+        keys = dict(zip(KEYS, asked, strict=True))
+        numbers = tuple(int(part) for part in module.split(".") if is_number(part))
+        # a word of the path that names a sub-config rules the others out; of several, the one with most words counts
+        pointed = [c for c in self._options if c.points_to(path) and c.value(keys["heads"], numbers)]
+        fitting: dict[Geometry, int] = {}
+        for candidate in pointed or self._options:
+            geometry = _fit(candidate, self._overrides, module, numbers, q, k, keys, any_width)
+            if geometry is not None:
+                fitting[geometry] = max(fitting.get(geometry, 0), candidate.hits(path))
+        best = [g for g, hits in fitting.items() if hits == max(fitting.values())]
+        if len(best) == 1:
+            return best[0]
+        if best:
+            words = " or ".join(f"{g.n_heads} heads of {g.d_head}" for g in best[:4])
+            return f"the config leaves open whether it has {words}"
+        return "no head count in the config makes its shapes"
 
 
 def _fit(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from array_api_compat import array_namespace
 
-from qkform.errors import LayoutError, QKFormError
+from qkform.errors import LayoutError, QKFormError, prefixed
 from qkform.form import BilinearForm, arrays
 from qkform.form.folding import extended, gained_inputs, gained_outputs
 from qkform.layouts.rotary import divided
@@ -88,9 +88,8 @@ def changed(layer: AttentionLayer, changes: Changes) -> Changed:
     try:
         return _changed(layer, form, changes)
     except QKFormError as error:
-        text = str(error)
-        named = text if text.startswith(("--", layer.module)) else f"{layer.module}: {text}"
-        raise type(error)(named) from None
+        named = str(error).startswith(("--", layer.module))
+        raise (error if named else prefixed(error, layer.module)) from None
 
 
 def _changed(layer: AttentionLayer, form: BilinearForm, changes: Changes) -> Changed:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Change = Literal["symmetry_change", "relative_change"]
 CHANGES: dict[Change, str] = {"symmetry_change": "change of symmetry", "relative_change": "relative change"}
-RANDOM_CHANGE = "random change ± 2 std"
+RANDOM_CHANGE = "noise on the weights ± 2 std"
 
 
 def heatmap(
@@ -135,7 +135,7 @@ def _fields(*, whole: bool = False) -> Sequence[Field]:
         ("symmetry_a", "symmetry a", "+.4f"),
         ("symmetry_b", "symmetry b", "+.4f"),
         ("symmetry_change", "change", "+.4f"),
-        ("symmetry_change_z", "std from a random change", "+.1f"),
+        ("symmetry_change_z", "std from noise", "+.1f"),
         ("directionality_a", "directionality a", "+.4f"),
         ("directionality_b", "directionality b", "+.4f"),
         ("relative_change", "relative change", ".4~g"),

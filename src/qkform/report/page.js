@@ -11,7 +11,7 @@ const COLUMNS = [
   ["module", "module", "long"], ["kv_head", "key head", "count"], ["shared_by", "shared by layers", "long"],
   ["row_excess", "row excess", 4], ["column_excess", "column excess", 4], ["bias_share", "bias share", 4],
   ["symmetry_a", "symmetry a", 4, true], ["symmetry_b", "symmetry b", 4, true], ["symmetry_change", "change", 4, true],
-  ["null_low", "random from", 4], ["null_high", "random to", 4], ["symmetry_change_z", "std from random change", 1, true],
+  ["null_low", "noise from", 4], ["null_high", "noise to", 4], ["symmetry_change_z", "std from noise", 1, true],
   ["directionality_a", "directionality a", 4, true], ["directionality_b", "directionality b", 4, true],
   ["directionality_change", "change of directionality", 4], ["relative_change", "relative change", 4, true], ["cosine", "cosine", 4, true],
   ["norm_a", "norm a", 3], ["norm_b", "norm b", 3], ["change_symmetry", "symmetry of change", 4, true],

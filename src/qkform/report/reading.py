@@ -64,8 +64,8 @@ def change(diff: DiffTable) -> str:
         )
         if banded:
             parts.append(
-                f"Of {len(banded)} layers, {above} rose and {below} fell by more than a random change of the same "
-                "size would bring."
+                f"Of {len(banded)} layers, {above} rose and {below} fell by more than noise on the weights would "
+                "make them."
             )
     else:
         parts.append("No layer has a change of symmetry; the reasons stand beside the rows.")

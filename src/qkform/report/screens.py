@@ -137,7 +137,7 @@ def _diff_screen(diff: DiffTable, *, width: int, unicode: bool) -> Iterator[Any]
         yield table_of(list_title(*name), columns, layers, unicode=unicode)
     yield Text(change(diff))
     yield Text(
-        "random: where symmetry would move (mean -+ 2 std) if W changed at random by as much as it did; inside, the "
+        "noise: where symmetry would move (mean -+ 2 std) if noise on W_Q and W_K turned W as far; inside, the "
         "change says nothing about symmetry. moved: norm of the change over the norm of a.",
         style="dim",
     )
@@ -186,7 +186,7 @@ def _diff_columns(
             changed("symmetry", "symmetry_change"),
         ]
         if width >= 78:
-            columns.append(Column("random", "* outside", band))
+            columns.append(Column("noise", "* outside", band))
         if more:
             columns.append(
                 Column(

@@ -68,14 +68,14 @@ DIFF_SCORES = (
     ),
     ("change", "−2 to 2", "Symmetry in b minus symmetry in a."),
     (
-        "random change",
+        "noise on the weights",
         "a band",
-        "Where the change of symmetry would lie if W had been changed by a random matrix of the same size as the real "
-        "change: mean plus and minus two standard deviations. Inside the band, the change says nothing about "
-        "symmetry in particular; outside, it is unlikely by chance. That alone does not make it large.",
+        "Where the change of symmetry would lie if independent noise on W_Q and W_K had turned W by the same angle as "
+        "the real change: mean plus and minus two standard deviations. Inside the band, the change says nothing about "
+        "symmetry in particular; outside, noise rarely goes there. That alone does not make it large.",
     ),
     (
-        "std from a random change",
+        "std from noise",
         "any",
         "The change, minus the mean of that band, in its standard deviations.",
     ),

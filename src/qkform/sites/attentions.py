@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from qkform.errors import LayoutError, SourceError
 from qkform.layouts import AttentionLayer, Layout, Manual, Overrides, find_layers
-from qkform.layouts.facts import blocks_of
+from qkform.layouts.facts import blocks_of, without_attention
 from qkform.layouts.manual import QUERY
-from qkform.layouts.match import place
+from qkform.layouts.match import is_number, place
+from qkform.layouts.order import WHOLE
 from qkform.layouts.rules import families
+from qkform.layouts.scopes import KEYS
 from qkform.sites import headwise
 from qkform.sites.live import LiveModel, LiveTensor, config_of, not_a_source
 from qkform.sites.naming import Origin, origins
-from qkform.sites.parameters import clean, is_module
+from qkform.sites.parameters import ask, clean, is_module
 
-_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "nheads", "heads")
+_HEADS = (*KEYS["heads"], "nheads", "heads")  # as in configs, and what modules alone call them
+_MAX_KINDS = 200  # of paths, layer numbers left out; models have fewer than 100 that end as attentions do
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """A part of the model whose attentions are found together.
 
@@ -53,10 +57,21 @@ class Finder:
             return self._found(live.plain(live.parameters), live.config, manual=manual)
         whole = list(split("", live.root)) if is_module(live.root) else [Part("headwise", "", live.root)]
         layout = self._parts(whole)
+        halves = self._halves()
         if not layout.layers:
-            return self._names_alone()
+            try:
+                layout = self._names_alone()
+            except LayoutError as error:
+                if not halves:
+                    raise
+                (first, *_) = halves
+                what = first["module"] or "The model"
+                raise LayoutError(
+                    f"{live.source}: no attention was found. {what} is none: {first['reason']}"
+                ) from error
+            return replace(layout, skipped=[*layout.skipped, *halves])
         apart = tuple(p.prefix for p in whole if p.kind == "family")
-        return replace(layout, skipped=[*layout.skipped, *self._leftovers(layout.layers, apart)])
+        return replace(layout, skipped=[*layout.skipped, *halves, *self._leftovers(layout.layers, apart)])
 
     # ---- parts ---------------------------------------------------------------------------------------------
 
@@ -79,7 +94,7 @@ class Finder:
         layers += self._headwise([p for p in parts if p.kind == "headwise"])
         if unknown and not layers:
             raise unknown[0][1]
-        skipped += [{"module": p.path, "reason": str(error).partition(";")[0]} for p, error in unknown]
+        skipped += [{"module": p.path, "reason": _unknown(p, error)} for p, error in unknown]
         return Layout(model_type, layers, skipped)
 
     def _family(self, part: Part) -> Layout:
@@ -87,21 +102,26 @@ class Finder:
         config, dot = config_of(part.module), part.prefix
         names = [n for n in self.live.parameters if n.startswith(dot)]
         alive = self.live.plain(names)
+        doubt = None
         if is_pretrained(part.module):
             shapes = {n.removeprefix(dot): self.live.parameters[n].shape for n in names}
+            found, doubt = origins(part.module, shapes)
             tensors = {
                 dot + name: LiveTensor(o.shape, replace(o, parameters=tuple(dot + p for p in o.parameters)))
-                for name, o in origins(part.module, shapes).items()
+                for name, o in found.items()
             }
         else:
             above = _above(config, (n.removeprefix(dot) for n in names))
             tensors = {f"{above}{n.removeprefix(dot)}" if above else n: t for n, t in alive.items()}
+        noted = [] if doubt is None else [{"module": _name(part), "reason": doubt}]
         try:
-            return self._found(tensors, config)
+            layout = self._found(tensors, config)
+            return replace(layout, skipped=[*noted, *layout.skipped])
         except LayoutError as error:
             if tensors.keys() != alive.keys():
                 with suppress(LayoutError):
-                    return self._found(alive, config)
+                    layout = self._found(alive, config)
+                    return replace(layout, skipped=[*noted, *_fused(part, layout), *layout.skipped])
             parts = [p for name, m in part.module.named_children() for p in split(clean(dot + name), m)]
             with suppress(LayoutError):
                 inside = self._parts(parts)
@@ -110,7 +130,7 @@ class Finder:
                         inside.layers, tuple(p.prefix for p in parts if p.kind == "family"), dot
                     )
                     model_type = (config or {}).get("model_type")
-                    return replace(inside, model_type=model_type, skipped=[*inside.skipped, *left])
+                    return replace(inside, model_type=model_type, skipped=[*noted, *inside.skipped, *left])
             raise error
 
     def _torch(self, parts: Sequence[Part]) -> list[AttentionLayer]:
@@ -142,8 +162,8 @@ class Finder:
         if not is_module(self.live.root):
             raise SourceError(not_a_source(self.live.root))
         if self.overrides.heads is None:
-            values = [getattr(m, name, None) for m in self.live.tree.modules.values() for name in _HEADS]
-            given = {v for v in values if isinstance(v, int) and not isinstance(v, bool)}
+            values = [ask(m, name) for m in self.live.tree.modules.values() for name in _HEADS]
+            given = {v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0}
             if len(given) == 1:
                 self.overrides = replace(self.overrides, heads=given.pop())
         return self._found(self.live.plain(self.live.parameters), self.live.config)
@@ -198,11 +218,13 @@ class Finder:
         self, layers: Sequence[AttentionLayer], apart: tuple[str, ...], inside: str = ""
     ) -> list[Mapping[str, str]]:
         """What is named like a query projection and is in no attention that was found; `apart` look after their own."""
-        tensors = self.live.tensors
-        used = {p for a in layers for s in (a.q, a.k) for p in tensors[s.weight].origin.parameters}
+        tensors, parameters = self.live.tensors, self.live.parameters
+        read = {p for a in layers for s in (a.q, a.k) for p in tensors[s.weight].origin.parameters}
+        weights = {(id(parameters[name].owner), parameters[name].attribute) for name in read}
+        used = {n for n, p in parameters.items() if (id(p.owner), p.attribute) in weights}  # under all names
         paths = [
             name.rpartition(".")[0]
-            for name, parameter in self.live.parameters.items()
+            for name, parameter in parameters.items()
             if name not in used and len(parameter.shape) == 2 and QUERY.search(name)
             if name.startswith(inside) and not name.startswith(apart)
         ]
@@ -210,6 +232,36 @@ class Finder:
             {"module": path.rpartition(".")[0], "reason": f"{path} is not of an attention that is known here"}
             for path in dict.fromkeys(paths)
         ]
+
+    def _halves(self) -> list[Mapping[str, str]]:
+        """Modules that have one of W_Q and W_K as attentions have them, and not the other."""
+        halves = ((path, headwise.half(module)) for path, module in self.live.tree.modules.items())
+        return [{"module": path, "reason": reason} for path, reason in halves if reason is not None]
+
+
+def _name(part: Part) -> str:
+    return part.path or type(part.module).__name__
+
+
+def _unknown(part: Part, error: LayoutError) -> str:
+    """Why a part has no attention that is known, in the few words of a list."""
+    model_type = (config_of(part.module) or {}).get("model_type")
+    instead = without_attention(model_type)
+    if instead is not None:
+        return f"{model_type} has no softmax attention: {instead}"
+    if model_type not in families():
+        return f"no layout for model_type {model_type!r:.80}"
+    return str(error)
+
+
+def _fused(part: Part, layout: Layout) -> list[Mapping[str, str]]:
+    """A note where the order of a fused weight was taken from the names in memory, since those of the file fit none."""
+    if all(s.part == WHOLE for a in layout.layers for s in (a.q, a.k)):
+        return []
+    reason = (
+        "the names of its files fit no layout: the order of its fused weights is that of its names in memory"
+    )
+    return [{"module": _name(part), "reason": reason}]
 
 
 def split(path: str, module: Any) -> Iterator[Part]:
@@ -253,12 +305,40 @@ def _above(config: Mapping[str, Any] | None, names: Iterable[str]) -> str:
     ]
     parts = [pattern.replace("{layer}", "0").replace("{inner}", "0").split(".") for pattern in patterns]
     above = {".".join(p[:i]) + "." for p in parts for i in range(1, len(p) + 1) if "**" not in p[:i]}
-    modules = {""} | {name[:i] for name in names for i, character in enumerate(name) if character == "."}
+    starts = ["", *sorted(above)]
+    if len(starts) == 1:
+        return ""
+    by_last: dict[str, list[str]] = {}
+    for pattern in patterns:
+        by_last.setdefault(pattern.rpartition(".")[2], []).append(pattern)
+    anywhere = [p for last in ("", "**", "{layer}", "{inner}") for p in by_last.get(last, ())]
+    fits = dict.fromkeys(starts, 0)
+    for module, count in _kinds(names, None if anywhere else by_last.keys()):
+        ends = by_last.get(module.rpartition(".")[2], []) if module else patterns
+        for pattern in dict.fromkeys([*ends, *anywhere]):
+            if place(pattern, module) is None:  # else it fits wherever the module stands
+                for start in starts:
+                    fits[start] += count * (place(pattern, f"{start}{module}".rstrip(".")) is not None)
+    return max(starts, key=fits.__getitem__)
 
-    def fits(start: str) -> int:
-        return sum(place(p, f"{start}{m}".rstrip(".")) is not None for p in patterns for m in modules)
 
-    return max(["", *sorted(above)], key=fits)
+def _kinds(names: Iterable[str], lasts: Collection[str] | None) -> list[tuple[str, int]]:
+    """Paths of modules with 0 for every number, and how many modules have each: the shortest, which need a start.
+
+    With `lasts`, those that end in one of these words, and the top.
+    """
+    modules: set[str] = set()
+    for name in names:
+        module = name.rpartition(".")[0]
+        while module and module not in modules:
+            modules.add(module)
+            module = module.rpartition(".")[0]
+    kinds: Counter[str] = Counter()
+    for module in modules:
+        if lasts is None or module.rpartition(".")[2] in lasts:
+            kinds[".".join("0" if is_number(part) else part for part in module.split("."))] += 1
+    shortest = sorted(kinds.items(), key=lambda kind: (kind[0].count("."), kind[0]))
+    return [("", 1), *shortest[:_MAX_KINDS]]
 
 
 def _takewhile_same(columns: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from qkform.errors import ConfigError
+from qkform.errors import ConfigError, SourceError
 from qkform.layouts import AttentionLayer
 from qkform.layouts.layer import Reader, Stored
 from qkform.layouts.match import place
-from qkform.sites.parameters import Parameter, is_module, is_tensor
+from qkform.sites.parameters import Parameter, ask, is_module, is_tensor, shape_of
 
 Mask = Literal["causal", "bidirectional", "unknown"]
 _MASKS: dict[str, Mask] = {"causal": "causal", "bidirectional": "bidirectional"}
@@ -25,7 +25,7 @@ _MASKS: dict[str, Mask] = {"causal": "causal", "bidirectional": "bidirectional"}
 def is_attention(thing: Any) -> bool:
     """Whether it has W_Q and W_K of one layer. Of a module the parameters count: W_Q of a whole model is a stack."""
     if is_module(thing):
-        own = {name: len(p.shape) for name, p in thing.named_parameters(recurse=False)}
+        own = {name: len(shape_of(p)) for name, p in thing.named_parameters(recurse=False)}
         return own.get("W_Q") == 3 and 3 in (own.get("W_K"), own.get("_W_K"))
     return all(_sides(thing, name) == 3 for name in ("W_Q", "W_K"))
 
@@ -39,24 +39,44 @@ def is_stack(thing: Any) -> bool:
     )
 
 
+def half(thing: Any) -> str | None:
+    """What is there of W_Q and W_K of an attention that has only one of them as it should be; None if neither is."""
+    if is_module(thing):
+        own = {name: shape_of(p) for name, p in thing.named_parameters(recurse=False)}
+        own["W_K"] = own.get("W_K", own.get("_W_K", ()))
+    else:
+        own = {name: shape_of(value) for name in ("W_Q", "W_K") if is_tensor(value := ask(thing, name))}
+    sides = {name: own.get(name, ()) for name in ("W_Q", "W_K")}
+    if not any(len(shape) >= 3 for shape in sides.values()) or is_attention(thing):
+        return None
+    shown = " and ".join(f"{name} {shape}" if shape else f"no {name}" for name, shape in sides.items())
+    return f"it has {shown}; expected both as (n_heads, d_model, d_head)"
+
+
 def _sides(thing: Any, name: str) -> int:
-    value = getattr(thing, name, None)
+    """How many dimensions a weight has; 0 where it is none."""
+    try:
+        value = getattr(thing, name, None)
+    except Exception as error:  # a property may raise anything
+        raise SourceError(
+            f"{name} of a {type(thing).__name__} cannot be read: {type(error).__name__}: {error!s:.200}"
+        ) from error
     return len(value.shape) if is_tensor(value) else 0
 
 
 def _blocks(thing: Any) -> list[tuple[str, Any]]:
     if is_module(thing):
         return []  # its modules are found one by one
-    blocks = getattr(thing, "blocks", None)
+    blocks = ask(thing, "blocks")
     try:
         numbered = list(enumerate(blocks)) if blocks is not None else []
     except TypeError:
         return []
-    attentions = [(f"blocks.{i}.attn", getattr(block, "attn", None)) for i, block in numbered]
+    attentions = [(f"blocks.{i}.attn", ask(block, "attn")) for i, block in numbered]
     return [(path, attention) for path, attention in attentions if is_attention(attention)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Headwise:
     """One attention: the four parameters, biases None where there are none."""
 
@@ -120,17 +140,18 @@ def attentions(path: str, thing: Any, root: Any) -> Iterator[Headwise]:
 
 def _attention(path: str, thing: Any, root: Any, index: int | None = None) -> Headwise:
     def parameter(name: str, grouped: bool = False) -> Parameter | None:
-        attribute = f"_{name}" if grouped and is_tensor(getattr(thing, f"_{name}", None)) else name
-        value = getattr(thing, attribute, None)
+        attribute = f"_{name}" if grouped and is_tensor(ask(thing, f"_{name}")) else name
+        value = ask(thing, attribute)
         if not is_tensor(value):
             return None
         shape = tuple(value.shape) if index is None else tuple(value.shape[1:])
-        return Parameter(f"{path}.{attribute}".removeprefix("."), thing, attribute, shape, index)
+        name = f"{path}.{attribute}".removeprefix(".")
+        return Parameter(name, thing, attribute, shape, index, root=root if is_module(root) else None)
 
     q, k = parameter("W_Q"), parameter("W_K", grouped=True)
     if q is None or k is None:
         raise ConfigError(f"{path}: W_Q and W_K are gone")
-    cfg = getattr(thing, "cfg", None) or getattr(root, "cfg", None)
-    direction = getattr(cfg, "attention_dir", None)
+    cfg = ask(thing, "cfg") or ask(root, "cfg")
+    direction = ask(cfg, "attention_dir")
     mask: Mask = _MASKS.get(direction, "unknown") if isinstance(direction, str) else "unknown"
     return Headwise(path, q, k, parameter("b_Q"), parameter("b_K", grouped=True), mask)

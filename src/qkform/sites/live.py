@@ -15,10 +15,10 @@ from qkform.layouts import Layout, Manual, Overrides
 from qkform.layouts.manual import QUERY
 from qkform.sites import headwise
 from qkform.sites.naming import Origin
-from qkform.sites.parameters import Parameter, Tree, is_module, tree, unwrapped
+from qkform.sites.parameters import Parameter, Tree, ask, is_module, tree, unwrapped
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LiveTensor:
     """One tensor as a file would hold it: (outputs, inputs), or (inputs, outputs), or a bias."""
 
@@ -93,7 +93,7 @@ class LiveModel:
             asks = parameter.name.replace("key", "query").replace("k_proj", "q_proj")
             if QUERY.search(asks) or parameter.attribute == "_flat_param":
                 parameter.refuse()
-        if getattr(self.root, "is_quantized", False) or (self.config or {}).get("quantization_config"):
+        if ask(self.root, "is_quantized") or (self.config or {}).get("quantization_config"):
             raise SourceError(f"{self.source} is quantised; dequantise it first (`model.dequantize()`)")
 
 
@@ -105,6 +105,9 @@ def open_live(model: Any) -> LiveModel:
 
 
 def not_a_source(thing: Any) -> str:
+    half = headwise.half(thing)
+    if half is not None:
+        return f"a {type(thing).__name__} is no attention that can be scanned: {half}"
     return (
         "a source is a path, a hub id, sample:NAME, a torch module, or an object with W_Q and W_K per layer and head, "
         f"not a {type(thing).__name__}; for weights in memory use qkform.BilinearForm(w_q, w_k)"
@@ -113,10 +116,10 @@ def not_a_source(thing: Any) -> str:
 
 def config_of(module: Any) -> Mapping[str, Any] | None:
     """The config of a Hugging Face model, or of a module that carries one."""
-    config: Any = getattr(module, "config", None)
+    config: Any = ask(module, "config")
     if isinstance(config, Mapping):  # diffusers
         return config if "_class_name" in config else None
-    if not isinstance(getattr(config, "model_type", None), str) or not hasattr(config, "to_dict"):
+    if not isinstance(ask(config, "model_type"), str) or not hasattr(config, "to_dict"):
         return None
     found = config.to_dict()
     return found if isinstance(found, Mapping) else None
@@ -124,8 +127,7 @@ def config_of(module: Any) -> Mapping[str, Any] | None:
 
 def _name(root: Any) -> str:
     """The class, and where the weights came from: BertModel (bert-base-uncased)."""
-    config, cfg = getattr(root, "config", None), getattr(root, "cfg", None)
-    for origin in (getattr(config, "name_or_path", None), getattr(cfg, "model_name", None)):
+    for origin in (ask(ask(root, "config"), "name_or_path"), ask(ask(root, "cfg"), "model_name")):
         if isinstance(origin, str) and origin:
             return f"{type(root).__name__} ({origin})"
     return type(root).__name__

@@ -16,8 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+# What foreign code raises when it meets what it does not expect, beside its own SkipParameters. Anything else is a
+# fault to be seen.
+_FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Origin:
     """Where a tensor comes from: one parameter as it is, or rows out of several, laid end to end."""
 
@@ -26,24 +30,31 @@ class Origin:
     shape: tuple[int, ...] = ()
 
 
-def origins(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Origin]:
-    """Tensors as `model.save_pretrained` would name and cut them, each with its origin among the parameters.
+def origins(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Origin], str | None]:
+    """Tensors as `model.save_pretrained` would name and cut them, each with its origin among the parameters; a doubt.
 
     `model` is a PreTrainedModel and `shapes` its parameters by name. Where this version of transformers converts
-    nothing, or cannot undo what it did, the names stay.
+    nothing, or cannot undo what it did, the names stay; the second case is the doubt, in words: what the family of
+    the model says of its files may then not hold for what is in memory.
     """
-    revert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
+    loading = sys.modules.get("transformers.core_model_loading")
+    revert = getattr(loading, "revert_weight_conversion", None)
     same = {name: Origin((name,), None, shape) for name, shape in shapes.items()}
     if revert is None:
-        return same
+        version = str(getattr(sys.modules.get("transformers"), "__version__", ""))
+        major = version.partition(".")[0]
+        converts = major.isdigit() and int(major) >= 5
+        return same, _doubt(f"transformers {version} has no revert_weight_conversion") if converts else None
+    failures = (*_FAILURES, getattr(loading, "SkipParameters", ValueError))
     import torch
 
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     try:
         with torch.no_grad():
             saved = revert(model, dict(empty))
-    except Exception:  # foreign code with many ways to fail: the live names are still to be tried
-        return same
+        shown = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    except failures as error:
+        return same, _doubt(f"{type(error).__name__}: {error!s:.200}")
     names = {id(tensor): name for name, tensor in empty.items()}
     found: dict[str, Origin] = {}
     for name, tensor in saved.items():
@@ -53,8 +64,16 @@ def origins(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Orig
     kept = {origin.parameters[0] for origin in found.values()}
     changed = {n: shape for n, shape in shapes.items() if n not in kept and len(shape) in (1, 2)}
     if changed:
-        found |= _rearranged(revert, model, changed, {n: tuple(t.shape) for n, t in saved.items()})
-    return found
+        try:
+            found |= _rearranged(revert, model, changed, shown)
+        except failures as error:
+            why = f"{type(error).__name__}: {error!s:.200}"
+            return found, f"its files cut some of its weights otherwise, how is not known ({why}): left out"
+    return found, None
+
+
+def _doubt(why: str) -> str:
+    return f"what its files call these weights and how they order them is not known ({why}): read as it is in memory"
 
 
 def _rearranged(
@@ -69,11 +88,8 @@ def _rearranged(
     for start, (name, shape) in zip(starts, shapes.items(), strict=False):
         rows = torch.arange(int(start), int(start) + shape[0])
         numbers[name] = rows[:, None] if len(shape) == 2 else rows
-    try:
-        with torch.no_grad():
-            moved = revert(model, numbers)
-    except Exception:  # as above
-        return {}
+    with torch.no_grad():
+        moved = revert(model, numbers)
     found = {}
     for name, tensor in moved.items():
         if name not in saved:
