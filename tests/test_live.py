@@ -21,8 +21,8 @@ from qkform import samples, sites
 from qkform.errors import ConfigError, FormError, LayoutError, SourceError
 from qkform.form import reference
 from qkform.layouts.rules import Rule, families
-from qkform.sites.attentions import _above
 from qkform.sites.naming import origins
+from qkform.sites.standing import above
 from qkform.wrappers import WRAPPERS
 from tests import truth
 
@@ -295,7 +295,7 @@ def test_where_a_module_stands_is_found_among_many_names() -> None:
     attention = [f"{i}.self_attn.{side}_proj.weight" for i in range(60) for side in "qkvo"]
     experts = [f"{i}.mlp.experts.{j}.up_proj.weight" for i in range(60) for j in range(1700)]
     ends = [f"x{i}.y{i}.self_attn.weight" for i in range(100_000)]
-    for config, names, above in (
+    for config, names, start in (
         ({"model_type": "llama"}, attention + experts, "layers."),
         ({"model_type": "bert"}, [f"layer.{i}.attention.self.query.weight" for i in range(9)], "encoder."),
         ({"model_type": "gemma3"}, ends, ""),
@@ -303,7 +303,7 @@ def test_where_a_module_stands_is_found_among_many_names() -> None:
         ({"model_type": "vit"}, ends, "encoder.layer.0.attention."),
     ):
         begin = time.process_time()
-        assert _above(config, names) == above
+        assert above(config, names) == start
         assert time.process_time() - begin < 2.0
 
 

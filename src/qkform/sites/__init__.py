@@ -7,6 +7,7 @@ nn.MultiheadAttention; anything whose parameter names a family knows; or an obje
 """
 
 from qkform.sites.live import LiveModel, open_live
-from qkform.sites.site import Share, Site, Sites, find
+from qkform.sites.shares import Share
+from qkform.sites.site import Site, Sites, find
 
 __all__ = ["LiveModel", "Share", "Site", "Sites", "find", "open_live"]
