@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+import tracemalloc
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 
 from qkform.errors import LayoutError
 from qkform.layouts import Layout, Overrides, find_layers
+from qkform.layouts.scopes import Projection, Solver, candidates
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,51 @@ def test_heads_of_stages_follow_the_first_number() -> None:
     assert [g[0] for g in heads(found(tensors, config)).values()] == [2, 4, 4]
 
 
+def test_a_question_asked_again_has_the_answer_of_its_own_module() -> None:
+    """Answers are kept, and words of a path, numbers in it and shapes still tell modules apart."""
+    config = {
+        "model_type": "mine",
+        "hidden_size": 12,
+        "num_attention_heads": 3,
+        "vision_2_config": {"hidden_size": 12, "num_attention_heads": 6},
+        "stage_config": {"hidden_size": 12, "num_attention_heads": [1, 2, 4]},
+    }
+    parts = candidates(config)
+    modules = ["layers.0.a", "layers.1.a", "tower.2.a", "vision.2.a", "stage.0.a", "stage.1.a", "stage.2.a"]
+    sides = [Projection(12, 12), Projection(24, 24), Projection(6, 12)]
+    kept = Solver(parts, Overrides())
+    asked = [(m, q, k, wide) for m in modules for q in sides for k in sides for wide in (False, True)] * 2
+    answers = [kept.solve(m, q, k, None, wide) for m, q, k, wide in asked]
+    assert answers == [Solver(parts, Overrides()).solve(m, q, k, None, wide) for m, q, k, wide in asked]
+    plain = {m: a for (m, q, k, _), a in zip(asked, answers, strict=True) if q == k == sides[0]}
+    heads = [a if isinstance(a, str) else a.n_heads for a in plain.values()]
+    assert [str(a)[:23] for a in heads[:2]] == ["the config leaves open "] * 2
+    assert heads[2:6] == [6, 6, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("names", "normed"),
+    [
+        (["q_norm.weight", "k_norm.weight"], True),
+        (["q_norm.of.a.making.not.known.gain"], True),
+        (["k_layernorm.scale"], True),
+        (["q_norm_2.weight", "q_normal.weight", "q_norm"], False),
+        (["q_norm-a.weight", "q_norm0.weight"], False),
+    ],
+)
+def test_a_norm_on_queries_or_keys_is_whatever_stands_below_its_name(names: list[str], normed: bool) -> None:
+    extra = {f"layers.0.attn.{name}": (4,) for name in names} | {"layers.1.attn.q_norm.weight": (4,)}
+    first, second = found(pair("layers.0.attn") | pair("layers.1.attn") | extra, MINE).layers
+    assert ("qk_norm" in first.flags, "qk_norm" in second.flags) == (normed, True)
+
+
+def test_names_that_differ_in_numbers_are_all_listed_and_numbers_inside_words_count() -> None:
+    left = [f"pool.{i}.deep.query.weight" for i in (0, 7, 12, 305)]
+    extra = dict.fromkeys([*left, "pool.1.q1_proj.weight", "pool.2.que3ry.weight"], (12, 12))
+    layout = found(pair("layers.0.attn") | extra, MINE)
+    assert sorted(s["module"] for s in layout.skipped) == sorted(n.rsplit(".", 2)[0] for n in left)
+
+
 # ---- special storage ------------------------------------------------------------------------------
 
 
@@ -229,6 +277,66 @@ def test_latent_attention_is_three_layers_whose_parts_add_up() -> None:
     np.testing.assert_allclose(first.form.matrix(), expected[0], atol=1e-12)
     np.testing.assert_allclose(second.form.matrix(), expected[1], atol=1e-12)
     np.testing.assert_allclose(whole.form.matrix(), sum(expected), atol=1e-12)
+
+
+def latent_weights(d: int, n: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Random weights of a latent attention, with their config."""
+    rng = np.random.default_rng(5)
+    nope, rope, v, rank, q_rank = 32, 16, 32, 24, 40
+    at = "model.layers.0.self_attn"
+    shapes = {
+        "q_a_proj": (q_rank, d),
+        "q_b_proj": (n * (nope + rope), q_rank),
+        "kv_a_proj_with_mqa": (rank + rope, d),
+        "kv_b_proj": (n * (nope + v), rank),
+    }
+    config = {"model_type": "deepseek_v3", "hidden_size": d, "num_attention_heads": n, "kv_lora_rank": rank}
+    config |= {"qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": v}
+    return {f"{at}.{name}.weight": rng.normal(size=shape) for name, shape in shapes.items()}, config
+
+
+def test_nothing_as_large_as_a_product_lives_beside_the_products_of_latent_attention() -> None:
+    tensors, config = latent_weights(512, 16)
+    whole = found(tensors, config).layers[0]
+    assert replace(whole).form.n_heads == 16  # what is imported on first use is no memory of a form
+    tracemalloc.start()
+    form = whole.form
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.15 * (form.w_q.nbytes + form.w_k.nbytes)
+
+
+def test_the_factors_of_queries_are_gone_when_those_of_keys_are_read() -> None:
+    tensors, config = latent_weights(32, 4)
+    alive: dict[str, weakref.ref[np.ndarray]] = {}
+
+    def read(name: str, rows: int | None = None) -> np.ndarray:
+        if ".kv_" in name:
+            assert not any(ref() is not None for other, ref in alive.items() if ".q_" in other)
+        array = tensors[name][:rows].copy()
+        alive[name] = weakref.ref(array)
+        return array
+
+    shapes = {name: Shape(t.shape) for name, t in tensors.items()}
+    whole = find_layers(shapes, config, read, source="here").layers[0]
+    assert whole.form.w_q.shape == (4, 32, 48)
+    assert len(alive) == 4
+
+
+def test_biases_of_latent_attention_go_through_the_second_step() -> None:
+    """k = (x W_a + b_a) W_b: the bias of the first step is a bias of the product; the rotary key has its own."""
+    tensors, config = latent_weights(32, 4)
+    at = "model.layers.0.self_attn"
+    rng = np.random.default_rng(6)
+    tensors[f"{at}.q_a_proj.bias"] = q_bias = rng.normal(size=40)
+    tensors[f"{at}.kv_a_proj_with_mqa.bias"] = kv_bias = rng.normal(size=40)
+    whole, nope, rope = (a.form for a in found(tensors, config).layers)
+    q = (tensors[f"{at}.q_b_proj.weight"] @ q_bias).reshape(4, 48)
+    k = (tensors[f"{at}.kv_b_proj.weight"] @ kv_bias[:24]).reshape(4, 64)[:, :32]
+    np.testing.assert_allclose(whole.b_q, q, atol=1e-12)
+    np.testing.assert_allclose(whole.b_k, np.hstack([k, np.tile(kv_bias[24:], (4, 1))]), atol=1e-12)
+    np.testing.assert_allclose(nope.b_q, q[:, :32], atol=1e-12)
+    np.testing.assert_allclose(rope.b_k, kv_bias[None, 24:], atol=1e-12)
 
 
 def test_layers_that_share_keys_are_scored_with_the_keys_they_read() -> None:
@@ -345,6 +453,33 @@ def test_a_hundred_thousand_names_take_seconds_at_most() -> None:
     begin = time.process_time()
     assert len(found(tensors, MINE).layers) == 12_000
     assert time.process_time() - begin < 15.0  # a few seconds; quadratic would be minutes
+
+
+class Counted(dict[str, Shape]):
+    """Shapes by name that count how often all names are gone through."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.passes += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("model_type", ["mine", "llama", "qwen3"])
+def test_names_are_gone_through_as_often_for_many_layers_as_for_few(model_type: str) -> None:
+    """Without a norm on queries and keys too, where nothing is found however long one looks."""
+    passes = []
+    for n in (2, 60):
+        names = {name: Shape(s) for i in range(n) for name, s in pair(f"layers.{i}.self_attn").items()}
+        tensors = Counted(names)
+        layout = find_layers(tensors, MINE | {"model_type": model_type}, no_weight, source="here")
+        assert len(layout.layers) == n
+        passes.append(tensors.passes)
+    assert passes[0] == passes[1] > 0
+
+
+def no_weight(name: str, rows: int | None = None) -> np.ndarray:
+    raise AssertionError(f"{name} is read")
 
 
 def test_hostile_names_and_configs_cost_no_time() -> None:

@@ -155,12 +155,16 @@ def _qk_norms(
 
     The names of a rule are pairs, a query's and a key's; the first pair that is there counts.
     """
-    if not any(search.below(f"{prefix}{norm}") for norm in rule.qk_norm):
+    there = {norm for norm in rule.qk_norm if search.below(f"{prefix}{norm}")}
+    if not there:
         return None
 
     def named(norm: str, heads: int, what: str) -> tuple[str, ...]:
-        each = (f"{prefix}{norm}.norms.{head}.{what}" for head in range(heads))
-        return tuple(n for n in (f"{prefix}{norm}.{what}", *each) if n in search.tensors)
+        if norm not in there:
+            return ()
+        each = range(heads) if search.below(f"{prefix}{norm}.norms") else ()
+        names = (f"{prefix}{norm}.{what}", *(f"{prefix}{norm}.norms.{head}.{what}" for head in each))
+        return tuple(n for n in names if n in search.tensors)
 
     for q_norm, k_norm in zip(rule.qk_norm[::2], rule.qk_norm[1::2], strict=False):
         sides = ((q_norm, size.n_heads), (k_norm, size.n_kv_heads))

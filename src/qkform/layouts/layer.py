@@ -95,6 +95,8 @@ class AttentionLayer:
         try:
             held: dict[tuple[str, int | None], Array] = {}  # a fused tensor is read once
             w_q, b_q = self._projection(self.q, self.n_heads, held)
+            both = {stored.weight for stored in self.k.all()}
+            held = {need: array for need, array in held.items() if need[0] in both}  # the rest may go
             w_k, b_k = self._projection(self.k, self.n_kv_heads, held)
             return BilinearForm(w_q, w_k, b_q=b_q, b_k=b_k)
         except QKFormError as error:
@@ -150,32 +152,41 @@ class AttentionLayer:
         if stored.bias is not None:
             bias = self.read(stored.bias)
             b = self._take(bias[:, None], replace(stored, part=stored.bias_part), heads)[:, :, 0]
-        if stored.inner is not None:
-            w, b = self._through(stored.inner, w, b, held)
-        if stored.tail is not None:
-            tail_w, tail_b = self._projection(stored.tail, 1, held)
-            if b is not None or tail_b is not None:
-                halves = [(b, w.shape[2]), (tail_b, tail_w.shape[2])]
-                b = np.concatenate(
-                    [
-                        np.zeros((heads, d)) if x is None else np.broadcast_to(x, (heads, d))
-                        for x, d in halves
-                    ],
-                    1,
-                )
-            w = np.concatenate([w, np.repeat(_product_type(tail_w), heads, 0)], axis=2)
-        return w, b
+        return self._composed(stored, w, b, held) if stored.inner or stored.tail else (w, b)
 
-    def _through(
-        self, inner: Stored, w: Array, b: Array | None, held: dict[tuple[str, int | None], Array]
+    def _composed(
+        self, stored: Stored, w: Array, b: Array | None, held: dict[tuple[str, int | None], Array]
     ) -> tuple[Array, Array | None]:
-        """A projection of a latent, as a projection of what the latent is made of."""
-        first, first_b = self._projection(inner, 1, held)
-        a, w = (_product_type(x) for x in (first[0], w))  # (inputs, rank), (heads, rank, d)
-        if first_b is not None:
-            added = np.einsum("r,hrd->hd", _product_type(first_b[0]), w)
+        """A projection of a latent as one of what the latent is made of, and a tail behind every head.
+
+        Head by head into the array that is returned: it is far larger than the factors (0.7 GB a side in
+        DeepSeek-V3), and nothing of its size lives beside it.
+        """
+        heads, _, d = w.shape
+        inner = self._projection(stored.inner, 1, held) if stored.inner else None
+        tail = self._projection(stored.tail, 1, held) if stored.tail else None
+        first = None if inner is None else _product_type(inner[0][0])  # (inputs, rank)
+        last = None if tail is None else _product_type(tail[0][0])  # (inputs, d of the tail)
+        dtype = np.result_type(*(x.dtype for x in (first, _product_type(w[:0]), last) if x is not None))
+        inputs = w.shape[1] if first is None else first.shape[0]
+        out = np.empty((heads, inputs, d + (0 if last is None else last.shape[1])), dtype)
+        for head in range(heads):
+            own = _product_type(w[head])  # (rank, d), or (inputs, d)
+            if first is None:
+                out[head, :, :d] = own
+            else:
+                np.matmul(first, own, out=out[head, :, :d])
+        if inner is not None and inner[1] is not None:
+            added = np.einsum("r,hrd->hd", _product_type(inner[1][0]), _product_type(w))
             b = added if b is None else added + b
-        return np.matmul(a, w), b
+        if last is not None:
+            out[:, :, d:] = last
+        if tail is not None and (b is not None or tail[1] is not None):
+            halves = ((b, d), (tail[1], out.shape[2] - d))
+            b = np.concatenate(
+                [np.zeros((heads, n)) if x is None else np.broadcast_to(x, (heads, n)) for x, n in halves], 1
+            )
+        return out, b
 
     def _take(self, weight: Array, stored: Stored, heads: int) -> Array:
         """(out, in) -> (heads, rows of a head, in), the heads of one projection; a view where rows allow it.
