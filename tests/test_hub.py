@@ -964,7 +964,9 @@ def test_shards_of_a_pickled_model_are_those_of_its_index(hub, tmp_path):
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["a model beside it", "alone"])
-def test_an_adapter_and_a_model_are_told_apart_alike_everywhere(beside, hub, tmp_path):
+def test_an_adapter_and_a_model_are_told_apart_alike_everywhere(beside, hub, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
     base = make("bert", tmp_path / "base")
     folder = adapter_of(str(base), tmp_path / "m")
     if beside:
@@ -981,11 +983,13 @@ def test_an_adapter_and_a_model_are_told_apart_alike_everywhere(beside, hub, tmp
     fill_cache(hub)
     same(qk.scan("org/name"))
     same(qk.scan("org/name", revision=COMMIT))
-    hub.close()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     same(qk.scan("org/name"))
 
 
-def test_a_damaged_file_in_the_cache_is_told_and_a_missing_one_fetched(hub, tmp_path):
+def test_a_damaged_file_in_the_cache_is_told_and_a_missing_one_fetched(hub, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
     folder = make("llama, 5 shards", tmp_path / "m")
     hub.add("org/name", folder)
     local = rows_of(qk.scan(folder))
@@ -995,13 +999,18 @@ def test_a_damaged_file_in_the_cache_is_told_and_a_missing_one_fetched(hub, tmp_
     assert rows_of(qk.scan("org/name", revision=COMMIT)) == local
     assert "model-00002-of-00005.safetensors" in hub.served
     shard.write_bytes(b"\0" * 50)
-    for online in (True, False):
-        if not online:
-            hub.close()
-        for revision in (None, COMMIT):
+    hub.requests.clear()
+    for offline in (False, True):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        for revision in (COMMIT, None):
             message = refusal(revision=revision)
             assert "model-00002-of-00005.safetensors" in message
             assert "has not all of" not in message
+            if revision:
+                assert not hub.requests
+        hub.requests.clear()
+    shard.unlink()
+    assert "has not all of" in refusal()
 
 
 def test_a_path_is_never_looked_up(hub, tmp_path):
