@@ -235,9 +235,9 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(hub.delay)
             left = (end - begin) // 2 if fault == "cut" else end - begin
             for part in _parts(path, begin, left):
-                self.wfile.write(part)
-                with hub.lock:
+                with hub.lock:  # first: whoever has read the last byte may ask at once
                     hub.served[name] += len(part)
+                self.wfile.write(part)
         finally:
             with hub.lock:
                 hub.running -= 1

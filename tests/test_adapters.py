@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import tracemalloc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +174,29 @@ def test_an_adapter_takes_the_memory_of_one_layer(write_model, tmp_path):
     layer = 2 * d * d * 4
     assert tops[4] < tops[1] + layer / 2, (tops, layer)
     assert tops[1] < 20 * layer, (tops, layer)
+
+
+def test_a_layer_is_gone_before_the_next_is_read(adapted, monkeypatch):
+    from qkform import scanner
+
+    alive, seen = [], []
+    change_form, changed = scanner.change_form, scanner.changed
+
+    def form(a, b):
+        alive.extend(weakref.ref(f) for f in (a, b))
+        return change_form(a, b)
+
+    def read(layer, changes):
+        if layer.layer not in seen:
+            seen.append(layer.layer)
+            assert not [f for f in alive if f() is not None]
+        return changed(layer, changes)
+
+    monkeypatch.setattr(scanner, "change_form", form)
+    monkeypatch.setattr(scanner, "changed", read)
+    qk.scan(adapted[1])
+    assert seen == [0, 1]
+    assert len(alive) == 4
 
 
 def test_the_change_is_formed_once_where_biases_do_not_matter(adapted, monkeypatch):

@@ -29,6 +29,7 @@ from qkform.checkpoints import ahead, remote
 from qkform.checkpoints.ahead import AheadReader, pieces
 from qkform.checkpoints.hub import open_hub
 from qkform.checkpoints.hub_names import HubName, hub_name
+from qkform.checkpoints.listing import listed
 from qkform.checkpoints.opening import open_checkpoint
 from qkform.checkpoints.remote import Target, Web
 from qkform.checkpoints.safetensors import BITS, header_length, parse_header
@@ -319,8 +320,8 @@ def test_reading_ahead_is_bounded_and_gives_every_byte(hub, tmp_path, monkeypatc
     ranges = [(Path("x"), at, 7_001) for at in range(0, 380_000, 9_000)]
     ranges.insert(5, (Path("x"), 100, 90_000))  # larger than all that may be held
     reader.plan(ranges)
-    time.sleep(0.3)
-    assert 0 < hub.bytes_of() <= 40_000 + 3_000
+    reader._jobs.join()
+    assert 0 < reader.bytes_read <= 40_000 + 3_000
     for _, at, nbytes in ranges:
         assert (reader.read(Path("x"), at, nbytes) == data[at : at + nbytes]).all()
     assert reader._held == 0
@@ -420,15 +421,26 @@ def test_what_is_kept_is_bounded_and_what_is_not_fetched_again_goes_first(hub, t
     assert hub.bytes_of() == 81_000
 
 
-def test_a_second_plan_lets_the_first_one_go(hub, tmp_path):
+def test_a_second_plan_lets_the_first_one_go(hub, tmp_path, monkeypatch):
+    running, old = [], []
+    fetch = ahead._fetch
+
+    def fetching(web, target, piece, at):
+        running.append(piece)
+        fetch(web, target, piece, at)
+        running.remove(piece)
+
+    monkeypatch.setattr(ahead, "_fetch", fetching)
     data, targets = file_of(hub, tmp_path, 400_000)
     hub.delay = 0.1
     reader = AheadReader(Web(None), targets)
     reader.plan([(Path("x"), at, 5_000) for at in range(0, 400_000, 10_000)])
-    time.sleep(0.05)
+    while not running:
+        time.sleep(0.01)
+    old.extend(reader._place.values())
     second = [(Path("x"), at, 5_000) for at in (50_000, 70_000)]
     reader.plan(second)
-    assert hub.running <= 2
+    assert not [piece for piece in running if piece in old]
     for _, at, nbytes in second:
         assert (reader.read(Path("x"), at, nbytes) == data[at : at + nbytes]).all()
     assert reader._held == 0
@@ -938,6 +950,48 @@ def test_a_repository_is_read_as_its_folder_is(case, hub, tmp_path):
     assert rows_of(qk.scan("org/name")) == local  # out of the cache
 
 
+LISTS = {  # files of a repository, what is named of it -> what is fetched and what is opened; None: several
+    "onnx": (
+        ["config.json", "onnx/model.onnx", "onnx/model.onnx_data", "onnx/model_fp16.onnx"],
+        "onnx",
+        (["onnx/model.onnx", "onnx/model.onnx_data", "config.json"], "onnx/model.onnx"),
+    ),
+    "a split gguf": (
+        ["a-00002-of-00002.gguf", "a-00001-of-00002.gguf"],
+        "",
+        (["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"], "a-00001-of-00002.gguf"),
+    ),
+    "one of two split gguf": (
+        ["q/a-00002-of-00002.gguf", "q/a-00001-of-00002.gguf", "q/b-00001-of-00001.gguf"],
+        "q/a-00001-of-00002.gguf",
+        (["q/a-00001-of-00002.gguf", "q/a-00002-of-00002.gguf"], "q/a-00001-of-00002.gguf"),
+    ),
+    "two gguf": (["a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "b.gguf"], "", None),
+    "shards of no index": (
+        ["m-1-of-2.bin", "m-2-of-2.bin", "optimizer.bin"],
+        "",
+        (["m-1-of-2.bin", "m-2-of-2.bin"], ""),
+    ),
+    "an adapter and several files": (
+        ["adapter_config.json", "adapter_model.bin", "a.pt", "b.pt"],
+        "",
+        (["adapter_config.json", "adapter_model.bin"], ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LISTS)
+def test_what_of_a_list_is_fetched(case):
+    files, path, expected = LISTS[case]
+    sizes = dict.fromkeys(files, 5)
+    if expected is None:
+        with pytest.raises(SourceError, match=r"name one: hf://o/n/a-00001-of-00002.gguf, hf://o/n/b.gguf"):
+            listed(sizes, HubName("o/n", path=path), COMMIT)
+        return
+    found = listed(sizes, HubName("o/n", path=path), COMMIT)
+    assert (list(found.files), found.open) == expected
+
+
 def test_shards_of_a_pickled_model_are_those_of_its_index(hub, tmp_path):
     import torch
 
@@ -964,7 +1018,9 @@ def test_shards_of_a_pickled_model_are_those_of_its_index(hub, tmp_path):
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["a model beside it", "alone"])
-def test_an_adapter_and_a_model_are_told_apart_alike_everywhere(beside, hub, tmp_path):
+def test_an_adapter_and_a_model_are_told_apart_alike_everywhere(beside, hub, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
     base = make("bert", tmp_path / "base")
     folder = adapter_of(str(base), tmp_path / "m")
     if beside:
@@ -981,11 +1037,13 @@ def test_an_adapter_and_a_model_are_told_apart_alike_everywhere(beside, hub, tmp
     fill_cache(hub)
     same(qk.scan("org/name"))
     same(qk.scan("org/name", revision=COMMIT))
-    hub.close()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     same(qk.scan("org/name"))
 
 
-def test_a_damaged_file_in_the_cache_is_told_and_a_missing_one_fetched(hub, tmp_path):
+def test_a_damaged_file_in_the_cache_is_told_and_a_missing_one_fetched(hub, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
     folder = make("llama, 5 shards", tmp_path / "m")
     hub.add("org/name", folder)
     local = rows_of(qk.scan(folder))
@@ -995,13 +1053,18 @@ def test_a_damaged_file_in_the_cache_is_told_and_a_missing_one_fetched(hub, tmp_
     assert rows_of(qk.scan("org/name", revision=COMMIT)) == local
     assert "model-00002-of-00005.safetensors" in hub.served
     shard.write_bytes(b"\0" * 50)
-    for online in (True, False):
-        if not online:
-            hub.close()
-        for revision in (None, COMMIT):
+    hub.requests.clear()
+    for offline in (False, True):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        for revision in (COMMIT, None):
             message = refusal(revision=revision)
             assert "model-00002-of-00005.safetensors" in message
             assert "has not all of" not in message
+            if revision:
+                assert not hub.requests
+        hub.requests.clear()
+    shard.unlink()
+    assert "has not all of" in refusal()
 
 
 def test_a_path_is_never_looked_up(hub, tmp_path):
