@@ -200,6 +200,7 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
         {"input_features": noise(BATCH, mels, 2 * frames)},
         {"input_features": noise(BATCH, 64, mels)},
         {"input_features": noise(BATCH, 1, 64, mels)},
+        *({"input_features": noise(BATCH, 64, other)} for other in (80, 128) if other != mels),
     ]
     for name in ("input_features_mask", "feature_attention_mask"):
         if name in takes:
@@ -246,6 +247,7 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
         options = [*grids, *options]
     required = [n for n, p in takes.items() if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
     known = {"input_ids": text["input_ids"], **pixels, **decoder, **waves[0], **sounds[0]}
+    options += _special(config, takes, text)
     if "future_values" in takes:
         options.append({"future_values": noise(BATCH, 4), "future_time_features": noise(BATCH, 4, 1)})
     if not options:
@@ -269,6 +271,7 @@ def _grids(config: Any, takes: Mapping[str, Any]) -> list[dict[str, Any]]:
     times = _first(config, "temporal_patch_size", default=1)
     flat = noise(16, (inner if isinstance(inner, int) else 3) * times * patch * patch)
     still = noise(16, (inner if isinstance(inner, int) else 3) * patch * patch)
+    double = noise(16, 2 * still.shape[1])
     square = still.reshape(16, -1, patch, patch)
     main = next((n for n in ("hidden_states", "pixel_values", "x") if n in takes), None)
     if "spatial_shapes" in takes and "input_ids" not in takes:
@@ -287,7 +290,35 @@ def _grids(config: Any, takes: Mapping[str, Any]) -> list[dict[str, Any]]:
     if main is None or named is None or "input_ids" in takes:
         return []
     shapes = (grid, grid[:, 1:])
-    return [{main: x, named: g} for g in shapes for x in (flat, still, square, flat[None], still[None])]
+    return [
+        {main: x, named: g}
+        for g in shapes
+        for x in (flat, still, square, double, square[None], flat[None], still[None])
+    ]
+
+
+def _special(config: Any, takes: Mapping[str, Any], text: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Inputs that only a few models know."""
+    options: list[dict[str, Any]] = []
+    if "flattened_patches" in takes:
+        patches = noise(BATCH, 16, _first(config, "patch_embed_hidden_size", default=768))
+        options.append({"flattened_patches": torch.cat([torch.ones(BATCH, 16, 2), patches], -1)})
+        options[-1]["decoder_input_ids"] = ids(9)
+    if "aspect_ratio_ids" in takes:
+        _, height, width = _image(config)
+        tiles = _first(config, "max_num_tiles", default=4)
+        options.append({"pixel_values": noise(BATCH, 1, tiles, 3, height, width)})
+        options[-1]["aspect_ratio_ids"] = torch.ones(BATCH, 1, dtype=torch.long)
+        options[-1]["aspect_ratio_mask"] = torch.ones(BATCH, 1, tiles, dtype=torch.long)
+        if "input_ids" in takes:
+            options[-1].update(text)
+    if "visual_feats" in takes:
+        features = noise(BATCH, 5, _first(config, "visual_feat_dim", default=2048))
+        options.append({**text, "visual_feats": features, "visual_pos": noise(BATCH, 5, 4)})
+    if "past_values" in takes and "past_time_features" not in takes:
+        channels = _first(config, "num_input_channels", default=1)
+        options.append({"past_values": noise(BATCH, _first(config, "context_length", default=32), channels)})
+    return options
 
 
 def _required(name: str, width: int) -> Any:
