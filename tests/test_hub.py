@@ -76,6 +76,10 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "BACKOFF_SECONDS", 0.002)
     monkeypatch.chdir(tmp_path)
     yield server
+    gc.collect()  # readers that are gone dismiss their threads; one in the middle of a request would leave a socket
+    for thread in threading.enumerate():
+        if thread.name == "qkform-fetch":
+            thread.join(2.0)
     close_session()
     server.close()
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from qkform.errors import ConfigError, SourceError
 from qkform.layouts import AttentionLayer
 from qkform.layouts.layer import Reader, Stored
 from qkform.layouts.match import place
+from qkform.layouts.rules import Mask
 from qkform.sites.parameters import Parameter, ask, is_module, is_tensor, shape_of
 
-Mask = Literal["causal", "bidirectional", "unknown"]
 _MASKS: dict[str, Mask] = {"causal": "causal", "bidirectional": "bidirectional"}
 
 
