@@ -50,10 +50,22 @@ def save_plots(
             path = target / f"{name}.{form}"
             if path.is_symlink():
                 raise RecordError(f"cannot write {path}: it is a link, which may lead out of the folder")
+            if path.exists() and not _is_picture(path):
+                raise RecordError(f"cannot write {path}: it is there, and is no chart; name another folder")
             content = _drawn(spec, form)
             _write(path, content)
             written.append(path)
     return written
+
+
+def _is_picture(path: Path) -> bool:
+    """Whether a file is what `save_plots` writes under such a name, and may write again."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(1024)
+    except OSError:
+        return False
+    return not head or (head.startswith(b"\x89PNG\r\n") if path.suffix == ".png" else b"<svg" in head)
 
 
 def _write(path: Path, content: bytes) -> None:
