@@ -421,14 +421,45 @@ def _nothing():
     return nullcontext()
 
 
-def test_a_plain_parametrisation_is_its_original_and_an_unknown_one_is_refused(tmp_path):
-    at = "q.parametrizations.weight"
-    save_file({f"{at}.original": np.ones((2, 3))}, tmp_path / "x.safetensors")
-    assert open_checkpoint(tmp_path / "x.safetensors").read("q.weight").shape == (2, 3)
-    save_file({f"{at}.original": np.ones((2, 3)), f"{at}.0._u": np.ones(2)}, tmp_path / "y.safetensors")
-    checkpoint = open_checkpoint(tmp_path / "y.safetensors")
+class Symmetric(torch.nn.Module):
+    """A parametrisation without tensors of its own: its file names what a kept weight would."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu() + x.triu(1).T
+
+
+def _symmetric(layer: torch.nn.Linear) -> None:
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", Symmetric())
+
+
+PARAMETRISED = {
+    "symmetric": _symmetric,
+    "orthogonal": lambda layer: torch.nn.utils.parametrizations.orthogonal(layer, use_trivialization=False),
+    "orthogonal with a base": torch.nn.utils.parametrizations.orthogonal,
+    "spectral": torch.nn.utils.parametrizations.spectral_norm,
+}
+
+
+@pytest.mark.parametrize("case", PARAMETRISED)
+def test_a_parametrised_weight_is_never_taken_for_its_original(case, tmp_path):
+    layer = torch.nn.Linear(4, 4)
+    PARAMETRISED[case](layer)
+    state = {f"q.{name}": tensor.contiguous() for name, tensor in layer.state_dict().items()}
+    assert "q.parametrizations.weight.original" in state
+    save_torch(state, tmp_path / "x.safetensors")
+    checkpoint = open_checkpoint(tmp_path / "x.safetensors")
+    assert set(checkpoint.tensors) == {"q.weight", "q.bias"}
+    assert checkpoint.read("q.bias").shape == (4,)
+    with pytest.raises(CheckpointError, match=r"q\.weight.*parametrized.*remove_parametrizations"):
+        checkpoint.read("q.weight")
+
+
+@pytest.mark.parametrize("parts", [("weight_g", "weight_v"), ("parametrizations.weight.original",)])
+def test_a_weight_beside_what_it_is_computed_from_is_refused(parts, tmp_path):
+    save_file({f"q.{name}": np.ones((3, 3)) for name in ("weight", *parts)}, tmp_path / "x.safetensors")
+    checkpoint = open_checkpoint(tmp_path / "x.safetensors")
     assert set(checkpoint.tensors) == {"q.weight"}
-    with pytest.raises(CheckpointError, match=r"q\.weight.*remove_parametrizations"):
+    with pytest.raises(CheckpointError, match="which of the two"):
         checkpoint.read("q.weight")
 
 
@@ -631,6 +662,22 @@ def test_gptq_whose_zero_point_means_two_things_is_refused(tmp_path):
     checkpoint = save_quantised(tmp_path / "m", tensors, {"quant_method": "gptq", "bits": 4})
     with pytest.raises(CheckpointError, match=r"qzeros.*16 or 0"):
         checkpoint.read(f"{PATH}.weight")
+
+
+@pytest.mark.parametrize(
+    "others", [("weight", "qweight"), ("qweight", "weight_packed"), ("weight", "weight_packed")]
+)
+def test_two_tensors_that_stand_for_one_weight_are_refused_by_name(others, tmp_path):
+    for turn in (others, others[::-1]):
+        tensors = {
+            f"{PATH}.{name}": np.ones((8, 8), np.float32 if name == "weight" else np.int32) for name in turn
+        }
+        checkpoint = save_quantised(tmp_path / turn[0], tensors | {"fine.weight": np.ones((2, 2))})
+        assert checkpoint.read("fine.weight").sum() == 4
+        with pytest.raises(
+            CheckpointError, match=rf"{turn[0]}.*both stand for one|{turn[1]}.*both stand for one"
+        ):
+            checkpoint.read(f"{PATH}.weight")
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -922,6 +969,20 @@ BAD_ADAPTERS = {
     "another width": ({}, lora(inner=10), "shape"),
     "not in the base": ({}, lora("decoder.layers.0.q_proj"), "another model"),
     "two adapters": ({}, lora(name=".a") | lora(name=".b"), "two adapters"),
+    "two names of one module": ({}, lora() | lora(f"bert.{QUERY}"), "two adapters"),
+    "a module that is saved too": (
+        {},
+        lora() | {f"base_model.model.{QUERY}.modules_to_save.weight": np.ones((12, 12), np.float32)},
+        "two adapters",
+    ),
+    "two saved modules": (
+        {},
+        {
+            f"base_model.model.{front}{QUERY}.modules_to_save.weight": np.ones((12, 12), np.float32)
+            for front in ("", "bert.")
+        },
+        "two adapters",
+    ),
     "a bias": ({}, lora() | {f"base_model.model.{QUERY}.lora_B.bias": np.ones(12, np.float32)}, "lora_bias"),
     "dora without magnitudes": ({"use_dora": True}, lora(), "lora_magnitude_vector"),
     "magnitudes of another": (

@@ -241,6 +241,8 @@ def _changes(adapter: Checkpoint, base: Checkpoint, config: Mapping[str, Any], p
                     raise CheckpointError(
                         f"{path}: {name[:200]!r} has shape {info.shape}, and the base's {base.tensors[target].shape}"
                     )
+                if target in made:
+                    raise CheckpointError(_twice(path, target))
                 made[target] = _replaced(adapter, name, info)
     for module, parts in modules.items():
         target = names.find(f"{module}.weight") or names.find(module)
@@ -248,8 +250,18 @@ def _changes(adapter: Checkpoint, base: Checkpoint, config: Mapping[str, Any], p
             raise CheckpointError(
                 f"{path} changes {module[:200]!r}, and the base {base.source} has no such weight: is it another model?"
             )
+        if target in made:
+            raise CheckpointError(_twice(path, target))
         made[target] = _merged(adapter, base, target, module, parts, config, where)
     return made
+
+
+def _twice(path: Path, target: str) -> str:
+    """Two entries of an adapter that change one tensor: which of them the model has, or both, is not known."""
+    return (
+        f"{path} holds two adapters for {target[:200]!r}, or one and a saved module in its place; one is read: merge "
+        "them with peft (`merge_and_unload`), save, and scan that folder"
+    )
 
 
 class _Names:

@@ -51,23 +51,32 @@ def _without_parametrizations(checkpoint: Checkpoint) -> Checkpoint:
             rest = found["rest"]
             groups.setdefault(found["path"] + found["name"], {})[_ORIGINALS.get(rest, rest)] = name
     made: dict[str, Made] = {}
-    renamed: dict[str, str] = {}
     hidden: list[str] = []
     for target, parts in groups.items():
-        if target in checkpoint.tensors or set(parts) in ({"g"}, {"v"}):
-            continue
-        if set(parts) == {""}:
-            renamed[target] = parts[""]
+        if set(parts) in ({"g"}, {"v"}) or (
+            target in checkpoint.tensors and "" not in parts and len(parts) < 2
+        ):
             continue
         hidden += parts.values()
         made[target] = _parametrized(checkpoint, target, parts)
-    return Derived(checkpoint, made, hidden, renamed) if made or renamed else checkpoint
+    return Derived(checkpoint, made, hidden) if made else checkpoint
 
 
 def _parametrized(checkpoint: Checkpoint, target: str, parts: Mapping[str, str]) -> Made:
-    """The weight that the stored parts make, or its refusal."""
+    """The weight that the stored parts make, or its refusal.
+
+    Weight norm alone is known by its parts. One `original` may be anything: a symmetric or an orthogonal weight that
+    is computed without tensors of its own leaves the same names as one that is kept as it is.
+    """
     tensors = checkpoint.tensors
     first = tensors[parts.get("") or parts.get("v") or next(iter(parts.values()))]
+    if target in tensors:
+        other = next(iter(parts.values()))
+        return refused(
+            tensors[target],
+            f"tensor {target[-200:]!r} stands beside {other[-200:]!r}, of which the model computes it: which of the "
+            "two it has is not known; save the model again from torch",
+        )
     if set(parts) == {"g", "v"} and len(first.shape) == 2:
         gain, direction = parts["g"], parts["v"]
         sides = tuple(tensors[gain].shape)
@@ -76,8 +85,8 @@ def _parametrized(checkpoint: Checkpoint, target: str, parts: Mapping[str, str])
     found = ", ".join(repr(name[-120:]) for name in sorted(parts.values())[:4])
     return refused(
         first,
-        f"tensor {target!r} is computed by a parametrisation from {found}, which is not known here; remove it "
-        "(torch.nn.utils.parametrize.remove_parametrizations) and save the model again",
+        f"tensor {target!r} is parametrized: the model computes it from {found}, and how is not in the file; scan "
+        "the live model, or call torch.nn.utils.parametrize.remove_parametrizations first and save it again",
     )
 
 

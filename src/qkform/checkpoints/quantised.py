@@ -47,7 +47,16 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
         if last not in ("qweight", "weight_packed", "weight"):
             continue
         parts = Parts(checkpoint, path, config)
-        if last == "qweight":
+        if last != "weight" and (other := _another(parts, last)) is not None:
+            made[parts.name("weight")] = refused(
+                parts.info("weight") or checkpoint.tensors[name],
+                f"tensors {name[-200:]!r} and {parts.name(other)[-200:]!r} both stand for one weight: which of the two "
+                "the model has is not known; save it again with one",
+            )
+            hidden += [name]
+        elif parts.present("qweight", "weight_packed") and last == "weight":
+            continue  # refused above or below, at the codes
+        elif last == "qweight":
             made[parts.name("weight")] = (awq if _is_awq(parts) else gptq)(parts)
             hidden += parts.present("qweight", *_BESIDE["qweight"])
         elif last == "weight_packed":
@@ -62,6 +71,12 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
                 made[name] = found
                 hidden += parts.present(*_BESIDE["weight"])
     return Derived(checkpoint, made, hidden) if made else checkpoint
+
+
+def _another(parts: Parts, last: str) -> str | None:
+    """What else stands for the weight whose codes are under `last`."""
+    found = (other for other in ("weight", "qweight", "weight_packed") if other != last)
+    return next((other for other in found if parts.present(other)), None)
 
 
 def _settings(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
