@@ -394,7 +394,7 @@ def _from_hub_or_nowhere(name: str, hub: HubName, options: Options) -> Checkpoin
         if hub.explicit or not text.endswith(nowhere):  # the hub knows it
             raise
         text = text.removesuffix(nowhere).removesuffix("; and ")
-        raise type(error)(f"{nowhere}, and as a hub id: {text}") from None
+        raise SourceError(f"{nowhere}, and as a hub id: {text}") from None
 
 
 def _from_hub(name: str, revision: str | None, options: Options) -> Checkpoint | AdapterFolder:

@@ -11,10 +11,4 @@ WRAPPERS = (
     "_forward_module",  # Lightning's strategies
 )
 DATA_PARALLEL = "module"  # DistributedDataParallel, DeepSpeed; models may have modules of this name too
-<<<<<<< HEAD
-ADAPTED = (
-    "base_layer"  # peft's layers; no wrapper like the others: what the model computes with is another weight
-)
-=======
 ADAPTED = "base_layer"  # of peft: no wrapper like the others, for the model computes with another weight
->>>>>>> fixsources
