@@ -211,7 +211,7 @@ class Web:
             kind = type(error).__name__
             if watch.expired:
                 raise Passing(_UNANSWERED) from None
-            if kind in _FINAL or kind == "RemoteProtocolError" and _HOPELESS.search(str(error)):
+            if kind in _FINAL or (kind == "RemoteProtocolError" and _HOPELESS.search(str(error))):
                 raise SourceError(f"{target.name} cannot be fetched: {_words(error)}") from None
             if kind in ("ConnectError", "ConnectTimeout"):
                 raise Passing(f"no connection: {_words(error)}") from None
