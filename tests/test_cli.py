@@ -389,3 +389,64 @@ def test_nan_biases_are_told(write_model, capsys):
     bad = [r for r in rows if r["bias_share"] is None]
     assert [(r["layer"], r["head"]) for r in bad] == [(0, None), (0, 1)]
     assert all("biases" in r["reason"] and r["symmetry"] is not None for r in bad)
+
+
+# ---- Ctrl-C -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "moment", ["cyclopts", "numpy", "qkform.cli", "qkform.scanner", "qkform.report.screens"]
+)
+def test_an_interrupt_is_one_line_whatever_is_being_imported(moment, bert):
+    program = f"""
+import runpy, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {moment!r}:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+sys.argv = ["qkform", "scan", {str(bert)!r}]
+runpy.run_module("qkform", run_name="__main__", alter_sys=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_do_not_fit_are_told(tmp_path):
+    d = 60_000
+    names = [f"encoder.layer.0.attention.self.{name}.weight" for name in ("query", "key")]
+    nbytes = 4 * d * d
+    header = {
+        name: {"dtype": "F32", "shape": [d, d], "data_offsets": [i * nbytes, (i + 1) * nbytes]}
+        for i, name in enumerate(names)
+    }
+    text = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + 2 * nbytes)  # holes: nothing on the disk
+    config = {"model_type": "bert", "hidden_size": d, "num_attention_heads": 1, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = f"ulimit -v 4000000; '{sys.executable}' -m qkform scan . -q"
+    done = shell(command, tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "out of memory" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+# ---- steps --------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_there_several_times_is_told(write_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for i, name in enumerate(("step10", "step0010", "step20")):
+        write_model(bert_tensors(np.random.default_rng(i)), name=name)
+    assert main(["scan", "step10", "step20", "-q"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["scan", "step10", "step0010", "step20", "step10", "-q"]) == 0
+    assert capsys.readouterr().err == (
+        "warning: step 10 is there 3 times in one run: step10, step0010, step10\n"
+    )

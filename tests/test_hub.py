@@ -1219,6 +1219,92 @@ def test_a_redirect_to_something_else_is_refused(location, hub, tmp_path):
     assert "org/name/model.safetensors cannot be fetched" in refusal()
 
 
+# ---- servers that never finish the head of their answer
+
+
+def drips_its_header(handler):
+    handler.wfile.write(b"HTTP/1.1 206 Partial Content\r\nX-Slow: ")
+    while True:
+        time.sleep(0.05)
+        handler.wfile.write(b"x")
+        handler.wfile.flush()
+
+
+def continues(handler):
+    while True:
+        handler.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        time.sleep(0.01)
+
+
+def drips_its_chunk(handler):
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5;x=")
+    while True:
+        time.sleep(0.05)
+        handler.wfile.write(b"x")
+
+
+@pytest.mark.parametrize("answer", [drips_its_header, continues, drips_its_chunk])
+@pytest.mark.parametrize("what", ["list", "weights"])
+def test_an_answer_that_never_begins_is_given_up(answer, what, hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "ANSWER_SECONDS", 0.6)
+    folder = make("bert", tmp_path / "m")
+    if what == "weights":
+        weights_answer(hub, folder, answer)
+    else:
+        hub.custom["/api/models/org/name/revision/main"] = answer
+    begin = time.monotonic()
+    assert "no answer in time" in refusal()
+    assert time.monotonic() - begin < 60
+    hub.custom.clear()  # and the client serves again
+    hub.add("org/name", folder)
+    monkeypatch.setattr(remote, "ANSWER_SECONDS", 30.0)
+    assert len(qk.scan("org/name").rows) == 12
+
+
+def test_a_slow_body_is_not_taken_for_no_answer(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "ANSWER_SECONDS", 2.0)
+    folder = make("bert", tmp_path / "m")
+    content = (folder / "config.json").read_bytes()
+
+    def slow(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        for i in range(0, len(content), len(content) // 4):
+            time.sleep(0.7)
+            handler.wfile.write(content[i : i + len(content) // 4])
+
+    hub.add("org/name", folder)
+    hub.custom[f"/org/name/resolve/{COMMIT}/config.json"] = slow
+    assert len(qk.scan("org/name").rows) == 12
+
+
+def large_header(handler):
+    handler.wfile.write(b"HTTP/1.1 206 Partial Content\r\nX-Large: " + b"x" * 200_000 + b"\r\n\r\n")
+
+
+def control_characters(handler):
+    handler.wfile.write(b"HTTP/1.1 302 Found\r\nLocation: http://h/\x01\x02\r\nContent-Length: 0\r\n\r\n")
+
+
+def a_part_of_what(handler):
+    handler.wfile.write(b"HTTP/1.1 206 Partial Content\r\nContent-Length: 8\r\n\r\n12345678")
+
+
+@pytest.mark.parametrize("answer", [large_header, control_characters, a_part_of_what])
+def test_what_will_not_pass_is_not_tried_again(answer, hub, tmp_path):
+    asked = []
+
+    def counted(handler):
+        asked.append(handler.path)
+        handler.close_connection = True
+        answer(handler)
+
+    weights_answer(hub, make("bert", tmp_path / "m"), counted)
+    assert "cannot be fetched" in refusal()
+    assert len(asked) == 1
+
+
 def test_a_trickle_is_given_up(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "TRICKLE_SECONDS", 0.05)
     monkeypatch.setattr(remote, "TRIES", 1)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import qkform as qk
 from qkform import samples, sites
@@ -1184,3 +1185,95 @@ def test_heads_are_read_off_the_modules(tmp_path: Path) -> None:
     model["layers"][1]["self_attn"].n_heads = 3
     with pytest.raises(LayoutError, match=re.escape("--heads")):
         qk.scan(model)
+
+
+# ---- models that do not keep to what is usual ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"heads": True},
+        {"heads": "4"},
+        {"heads": 4.0},
+        {"gamma": "x"},
+        {"gamma": True},
+        {"q": 5, "k": 5},
+        {"k": b"x"},
+        {"bias": "no"},
+        {"download": 1.5},
+        {"token": 5},
+    ],
+)
+def test_arguments_of_another_type_are_refused_in_words(given):
+    (name, value), *_ = given.items()
+    with pytest.raises(ConfigError, match=rf"^{name} (is {value!r}|must be text)"):
+        qk.scan(nn.MultiheadAttention(32, 4), **given)
+
+
+def test_flags_may_be_numpys():
+    table = qk.scan(nn.MultiheadAttention(32, 4), bias=np.True_, gamma=np.float32(2), heads=np.int64(4))
+    assert len(table.heads) == 4
+
+
+def test_properties_that_raise_are_absent_or_told():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.MultiheadAttention(32, 4)
+
+        @property
+        def config(self):
+            raise RuntimeError("not configured")
+
+        @property
+        def num_heads(self):
+            raise RuntimeError("nor counted")
+
+    assert len(qk.scan(Odd()).heads) == 4
+
+    class Config:
+        model_type = "bert"
+
+        def to_dict(self):
+            raise RuntimeError("no dict")
+
+    model = nn.Sequential(nn.MultiheadAttention(32, 4))
+    model.config = Config()
+    with pytest.raises(SourceError, match="config of a Sequential cannot be read: RuntimeError: no dict"):
+        qk.scan(model)
+
+
+@pytest.mark.parametrize("heads", [[4], {}, "4", 4.0, None])
+def test_heads_of_a_module_that_are_no_number(heads):
+    model = nn.Sequential(nn.MultiheadAttention(32, 4))
+    model[0].num_heads = heads
+    with pytest.raises(ConfigError, match=r"^0: num_heads is "):
+        qk.scan(model)
+
+
+@pytest.mark.parametrize("side", [0, 1, 2])
+@pytest.mark.parametrize("names", [("W_Q",), ("W_K",), ("W_Q", "W_K")])
+def test_per_head_weights_with_a_side_of_length_0(side, names):
+    thing = type("Attention", (), {})()
+    thing.W_Q = thing.W_K = np.ones((2, 32, 8))
+    shape = [2, 32, 8]
+    shape[side] = 0
+    for name in names:
+        setattr(thing, name, np.ones(shape))
+    with pytest.raises(ConfigError, match="no side of length 0"):
+        qk.scan(thing)
+
+
+def test_stacks_of_different_lengths():
+    thing = type("Attention", (), {})()
+    thing.W_Q, thing.W_K = np.ones((2, 2, 32, 8)), np.ones((1, 2, 32, 8))
+    with pytest.raises(ConfigError, match="W_Q has 2 layers and W_K 1"):
+        qk.scan(thing)
+
+
+def test_an_error_of_the_model_itself_has_no_empty_place_in_front():
+    with pytest.raises(
+        SourceError, match=r"^cannot read parameter 'in_proj_weight': it is on the meta device"
+    ):
+        qk.scan(nn.MultiheadAttention(32, 4).to("meta"))

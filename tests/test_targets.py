@@ -147,6 +147,35 @@ def test_a_file_of_the_user_elsewhere_may_be_overwritten(here):
     targets.check(["my-model"], [], here / "notes.html", None)
 
 
+def test_a_page_that_takes_long_is_announced(here, capsys, write_model):
+    for i in range(4):
+        write_model(bert_tensors(np.random.default_rng(i)), name=f"m{i}")
+    models = ["my-model", *(f"m{i}" for i in range(4))]
+    assert main(["scan", *models[:4], "--html", "few.html"]) == 0
+    assert capsys.readouterr().err == "wrote few.html\n"
+    assert main(["scan", *models, "--html", "many.html"]) == 0
+    assert capsys.readouterr().err == "writing many.html\nwrote many.html\n"
+    assert main(["scan", *models, "--html", "many.html", "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_chart_of_a_page_is_not_copied_over_and_over(here, monkeypatch):
+    import altair
+
+    from qkform.report.page import page_html
+    from qkform.scanner import scan
+
+    made = []
+    init = altair.LayerChart.__init__
+    monkeypatch.setattr(
+        altair.LayerChart, "__init__", lambda self, *a, **k: (made.append(1), init(self, *a, **k))[1]
+    )
+    html = page_html(scan("my-model"))
+    charts = html.count('"$schema"')
+    assert charts >= 4
+    assert len(made) <= 3 * charts  # altair's own methods, called one after the other, make 9 of each
+
+
 def test_a_link_to_nowhere_is_no_folder_for_charts(here, capsys):
     (here / "charts").symlink_to("gone")
     assert "a link to gone, which is not there" in refused(here, capsys, "my-model", "--plots", "charts")

@@ -35,6 +35,7 @@ app = App(
     help="Measure the query-key form W_qk = W_Q W_K^T of self-attention: how symmetric, how directional.",
     version=qkform.__version__,
     version_flags=["--version"],
+    suppress_keyboard_interrupt=False,  # `main` says it
 )
 _unknown = Group(
     "Layouts that are not known", help="Heads outrank the config; names take {layer}.", sort_key=2
@@ -471,6 +472,25 @@ def _warn(table: ScoreTable) -> None:
         _warn_rows(
             model.source, (r for r in model.heads if r["effective_rank"] is None or r["bias_share"] is None)
         )
+    _warn_steps(table)
+
+
+def _warn_steps(table: ScoreTable) -> None:
+    """A line for a step that a run has more than once: both are shown, and may not have been meant."""
+    if sum(model.step is not None for model in table.models) < 2:
+        return
+    from qkform.report.series import entries
+
+    for entry in entries(table):
+        at: dict[int | None, list[str]] = {}
+        for model in entry.models if entry.kind == "step" else ():
+            at.setdefault(model.step, []).append(model.source)
+        for step, names in at.items():
+            if len(names) > 1:
+                more = ", ..." if len(names) > 5 else ""
+                _say(
+                    f"warning: step {step} is there {len(names)} times in one run: {', '.join(names[:5])}{more}"
+                )
 
 
 def _warn_diff(table: DiffTable) -> None:

@@ -55,4 +55,4 @@ def prefixed(error: QKFormError, where: str) -> QKFormError:
     Parts of the package have errors of their own, built from other things than a text; those end here.
     """
     kind = next(kind for kind in type(error).__mro__ if kind.__module__ == __name__)
-    return kind(f"{where}: {error}")  # type: ignore[no-any-return]
+    return kind(f"{where}: {error}" if where else str(error))  # type: ignore[no-any-return]

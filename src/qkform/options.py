@@ -55,14 +55,14 @@ class Options:
         for name in ("heads", "kv_heads", "head_dim"):
             if getattr(self, name) is not None:
                 self._set(name, _whole(name, getattr(self, name), "a whole number"))
-        try:
-            self._set("gamma", float(self.gamma))
-        except (TypeError, ValueError, OverflowError):
-            self._set("gamma", float("nan"))
-        if not abs(self.gamma) <= 1e6:
-            raise ConfigError(
-                f"gamma is {self.gamma}; it must be a number of standard deviations, at most 1e6"
-            )
+        for name in ("q", "k", "token"):
+            text = getattr(self, name)
+            if text is not None and not isinstance(text, str):
+                shown = "" if name == "token" else f" and not {text!r:.60}"
+                raise ConfigError(f"{name} must be text{shown}, a {type(text).__name__}")
+        for name in ("transposed", "download", "fold_norm", "bias", "qk_norm"):
+            self._set(name, _flag(name, getattr(self, name)))
+        self._set("gamma", _deviations(self.gamma))
         if self.signature not in ("auto", "all", "none"):
             raise ConfigError(f"signature is {self.signature!r}; it must be auto, all or none")
         self._set("offset", _distances(self.offset))
@@ -111,6 +111,22 @@ def _whole(name: str, value: Any, words: str) -> int:
         return operator.index(value)
     except TypeError:
         raise ConfigError(f"{name} is {value!r:.60}; it must be {words}") from None
+
+
+def _flag(name: str, value: Any) -> bool:
+    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):  # numpy's
+        return bool(value)
+    raise ConfigError(f"{name} is {value!r:.60}; it must be True or False")
+
+
+def _deviations(value: Any) -> float:
+    try:
+        found = float("nan") if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = float("nan")
+    if not abs(found) <= 1e6:
+        raise ConfigError(f"gamma is {value!r:.60}; it must be a number of standard deviations, at most 1e6")
+    return found
 
 
 def _distances(value: Any) -> int | tuple[int, ...] | None:

@@ -30,6 +30,7 @@ _MODEL_FILE = re.compile(
     r"|modeling.*|.*\.(py|onnx_data|data|model|h5|msgpack|pb|tflite|pkl|npy)",
     re.IGNORECASE,
 )
+_LONG_MODELS, _LONG_ROWS = 5, 5_000  # from here on a page takes more than a second
 _LISTED = 10_000  # files of a folder that are looked at for links
 _DEEPEST = 4  # adapters of adapters that are followed
 
@@ -194,16 +195,21 @@ def _is_model_file(real: Path) -> bool:
 def write(
     table: ScoreTable | DiffTable, out: Sequence[Path], html: Path | None, plots: Path | None
 ) -> Iterator[str]:
-    """Write every file that was asked for; one line of what was written after each."""
+    """Write every file that was asked for; one line of what was written after each, and before one that takes long."""
+    long = len(getattr(table, "models", ())) >= _LONG_MODELS or len(table.rows) >= _LONG_ROWS
     for path in out:
         table.save(path)
         yield f"saved {path}"
     if html is not None:
         from qkform.report import write_page
 
+        if long:
+            yield f"writing {html}"
         write_page(table, html)
         yield f"wrote {html}"
     if plots is not None:
         from qkform.report import save_plots
 
+        if long:
+            yield f"drawing charts into {plots}"
         yield f"wrote {len(save_plots(table, plots))} files into {plots}"

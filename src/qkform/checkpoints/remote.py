@@ -25,9 +25,17 @@ MAX_ASKED_SECONDS = (
     330.0  # the hub counts requests over five minutes; a longer Retry-After is an answer, not a pause
 )
 TRICKLE_SECONDS, TRICKLE_RATE = 30.0, 10_000  # an attempt may take so long, and a second per so many bytes
+ANSWER_SECONDS = (
+    30.0  # from a request to the head of its answer, and from there on without a byte of the body
+)
+UNANSWERED = 2  # so many attempts without an answer, each of them that long
 MAX_SKIPPED = 64 * 2**20  # of a server that ignores ranges, so many bytes are read to reach a tensor
 
 _CONTENT_RANGE = re.compile(r"\s*bytes\s+(\d{1,19})-(\d{1,19})/(\d{1,19}|\*)\s*", re.IGNORECASE)
+_UNANSWERED = "no answer in time, though bytes of one kept coming"
+_HOPELESS = re.compile(  # what h11 and the client say of an answer that will be the same the next time
+    r"buffer too long|header|control character|illegal|invalid", re.IGNORECASE
+)
 _FINAL = ("TooManyRedirects", "UnsupportedProtocol", "LocalProtocolError", "DecodingError", "InvalidURL")
 
 
@@ -58,6 +66,35 @@ class Refused(SourceError):
     def __init__(self, status: int, code: str, name: str) -> None:
         super().__init__(f"the server answered {status} for {name}")
         self.status, self.code, self.name = status, code, name
+
+
+class _Watch:
+    """Closes the hub's connections where nothing was seen for ANSWER_SECONDS.
+
+    The client's own limit is on the wait for any bytes at all: one byte of a header every second is an answer to it,
+    and so is "100 Continue" for ever. A closed connection makes its reader fail, whatever it is reading.
+    """
+
+    def __init__(self) -> None:
+        self.expired = False
+        self._seen = time.monotonic()
+        self._over = threading.Event()
+        threading.Thread(target=self._run, name="qkform-watch", daemon=True).start()
+
+    def seen(self) -> None:
+        self._seen = time.monotonic()
+
+    def end(self) -> None:
+        self._over.set()
+
+    def _run(self) -> None:
+        from huggingface_hub import close_session
+
+        while not self._over.wait(max(self._seen + ANSWER_SECONDS - time.monotonic(), 0.0)):
+            if time.monotonic() - self._seen >= ANSWER_SECONDS:
+                self.expired = True
+                close_session()
+                return
 
 
 class Web:
@@ -154,10 +191,13 @@ class Web:
         direct = self._moved.get(target.url)
         if direct is not None:  # another host: it does not get the token
             headers = {key: value for key, value in headers.items() if key.lower() != "authorization"}
+        watch = _Watch()
         try:
             with get_session().stream(
                 "GET", direct or target.url, headers=headers, timeout=self._timeout, follow_redirects=True
             ) as response:
+                watch.seen()
+                response.extensions["qkform"] = watch
                 if direct is not None and response.status_code in (400, 401, 403, 404, 410):
                     self._moved.pop(target.url, None)
                     raise Passing("the address that the hub gave out has expired", 0.0)
@@ -169,15 +209,19 @@ class Web:
             raise Unreachable(f"{target.name}: HF_HUB_OFFLINE is set") from None
         except (web_error, OSError, ValueError) as error:
             kind = type(error).__name__
-            if kind in _FINAL:
+            if watch.expired:
+                raise Passing(_UNANSWERED) from None
+            if kind in _FINAL or (kind == "RemoteProtocolError" and _HOPELESS.search(str(error))):
                 raise SourceError(f"{target.name} cannot be fetched: {_words(error)}") from None
             if kind in ("ConnectError", "ConnectTimeout"):
                 raise Passing(f"no connection: {_words(error)}") from None
             raise Passing(_words(error)) from None
-        except RuntimeError as error:  # another thread has closed the client that all share
+        except RuntimeError as error:  # another thread, or the watch, has closed the client that all share
             if "closed" not in str(error):
                 raise
-            raise Passing("the client was closed") from None
+            raise Passing(_UNANSWERED if watch.expired else "the client was closed") from None
+        finally:
+            watch.end()
 
     def _check(self, response: Any, target: Target) -> None:
         status, headers = response.status_code, response.headers
@@ -204,16 +248,24 @@ class Web:
             return begin, int(length) if known else None
         found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
         if found is None or int(found[1]) != begin or not begin <= int(found[2]) < end:
-            sent = response.headers.get("Content-Range", "no Content-Range")[:80]
+            sent = response.headers.get("Content-Range", "")[:80]
+            if not sent:
+                raise SourceError(
+                    f"{target.name} cannot be fetched: the server sent a part of it (206) without saying which "
+                    "(Content-Range); a proxy in between may do this"
+                )
             raise Passing(f"asked for bytes {begin}-{end - 1}, the server sent {sent!r}")
         return 0, None if found[3] == "*" else int(found[3])
 
     def _parts(self, response: Any, skip: int = 0) -> Iterator[memoryview]:
         """The body after its first `skip` bytes, in pieces; Passing for a trickle."""
         started, got = time.monotonic(), 0
+        watch = response.extensions.get("qkform")
         for (
             part
         ) in response.iter_raw():  # as they arrive: with a size, what a cut leaves unfilled would be lost
+            if watch is not None:
+                watch.seen()
             before = min(max(skip - got, 0), len(part))
             got += len(part)
             self.count(before)
@@ -225,7 +277,8 @@ class Web:
         """Wait before the next attempt, or say that there is none."""
         asked = fault.wait_seconds
         lost = str(fault).startswith("no connection")
-        if failures >= (3 if lost and not self.bytes_read else TRIES):
+        tries = UNANSWERED if str(fault) == _UNANSWERED else 3 if lost and not self.bytes_read else TRIES
+        if failures >= tries:
             kind = Unreachable if lost else SourceError
             raise kind(
                 f"{target.name} cannot be fetched: {fault} ({failures} attempts); try again later"

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qkform.errors import LayoutError, SourceError
+from qkform.errors import ConfigError, LayoutError, SourceError
 from qkform.layouts import AttentionLayer, Layout, Manual, Overrides, find_layers
 from qkform.layouts.facts import without_attention
 from qkform.layouts.manual import QUERY
@@ -134,11 +134,17 @@ class Finder:
     def _torch(self, parts: Sequence[Part]) -> list[AttentionLayer]:
         """nn.MultiheadAttention, whose modules say themselves how many heads they have."""
         layers: list[AttentionLayer] = []
-        for heads in dict.fromkeys(p.module.num_heads for p in parts):
-            mine = tuple(p.prefix for p in parts if p.module.num_heads == heads)
+        given = [(p, ask(p.module, "num_heads")) for p in parts]
+        for part, heads in given:
+            if not isinstance(heads, int):
+                raise ConfigError(
+                    f"{_name(part)}: num_heads is {heads!r:.60}; expected a positive whole number"
+                )
+        for heads in dict.fromkeys(heads for _, heads in given):
+            mine = tuple(part.prefix for part, its in given if its == heads)
             names = [n for n in self.live.parameters if n.startswith(mine)]
             layers += self._found(self.live.plain(names), {"num_heads": heads}).layers
-        extended = {p.path for p in parts if p.module.bias_k is not None}
+        extended = {p.path for p in parts if ask(p.module, "bias_k") is not None}
         return [replace(a, flags=(*a.flags, "add_bias_kv")) if a.module in extended else a for a in layers]
 
     def _headwise(self, parts: Sequence[Part]) -> list[AttentionLayer]:

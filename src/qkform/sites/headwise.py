@@ -95,10 +95,11 @@ class Headwise:
         n, d, width = self.q.shape
         g, d_k, width_k = self.k.shape
         cross = "cross" in self.path.rpartition(".")[2]
-        if width != width_k or n % g or (d != d_k and not cross):
+        empty = 0 in self.q.shape or 0 in self.k.shape
+        if empty or width != width_k or n % g or (d != d_k and not cross):
             raise ConfigError(
                 f"{self.q.name} has shape {self.q.shape} and {self.k.name} {self.k.shape}; expected "
-                "(n_heads, d_model, d_head) and the same, or fewer heads, for keys"
+                "(n_heads, d_model, d_head) and the same, or fewer heads, for keys, no side of length 0"
             )
         for bias, weight in ((self.b_q, self.q), (self.b_k, self.k)):
             if bias is not None and bias.shape != (weight.shape[0], width):
@@ -134,7 +135,10 @@ def attentions(path: str, thing: Any, root: Any) -> Iterator[Headwise]:
         for inner, attention in blocks:
             yield _attention(f"{path}.{inner}".removeprefix("."), attention, root)
     else:
-        for i in range(len(thing.W_Q)):
+        n_q, n_k = (len(ask(thing, name)) for name in ("W_Q", "W_K"))
+        if n_q != n_k:
+            raise ConfigError(f"W_Q has {n_q} layers and W_K {n_k}; expected the same number of both")
+        for i in range(n_q):
             yield _attention(f"{path}.blocks.{i}.attn".removeprefix("."), thing, root, index=i)
 
 

@@ -121,7 +121,12 @@ def config_of(module: Any) -> Mapping[str, Any] | None:
         return config if "_class_name" in config else None
     if not isinstance(ask(config, "model_type"), str) or not hasattr(config, "to_dict"):
         return None
-    found = config.to_dict()
+    try:
+        found = config.to_dict()
+    except Exception as error:  # foreign code may raise anything
+        raise SourceError(
+            f"the config of a {type(module).__name__} cannot be read: {type(error).__name__}: {error!s:.200}"
+        ) from error
     return found if isinstance(found, Mapping) else None
 
 
