@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,27 @@ WRAPPED = {
     },
     "model_state_dict": lambda s: {"model_state_dict": s, "loss": 0.5},
     "module": lambda s: {"module": OrderedDict(s), "client_state": None},
+    "lightning": lambda s: {
+        "state_dict": OrderedDict(s),
+        "hyper_parameters": {
+            "lr": 0.1,
+            "betas": (0.9, 0.99),
+            "sizes": [1, 2],
+            "seed": 10**30,
+            "name": "\u4e00",
+        },
+        "callbacks": {("a", 1): {3, 4}, 0.5: b"\xff\0", 7: bytearray(b"abc"), "n": Counter([1, 1])},
+        "types": [
+            torch.float16,
+            torch.device("cpu"),
+            torch.Size([2]),
+            1 + 2j,
+            None,
+            True,
+            torch.eye(2).to_sparse(),
+        ],
+        "rng": [torch.get_rng_state(), torch.nn.Parameter(torch.ones(2)), torch.empty(2, device="meta")],
+    },
     "twice": lambda s: {"checkpoint": 1, "model": {"state_dict": s}},
 }
 
@@ -190,8 +211,10 @@ WRAPPED = {
 @pytest.mark.parametrize("case", WRAPPED)
 def test_the_models_tensors_are_found_in_a_trainers_checkpoint(case, tmp_path):
     tensors = bert_tensors(rng())
-    torch.save(WRAPPED[case](torches(tensors)), tmp_path / "x.ckpt")
-    assert_equal(tmp_path / "x.ckpt", tensors)
+    for zipped in (True, False):
+        state = WRAPPED[case](torches(tensors))
+        torch.save(state, tmp_path / "x.ckpt", _use_new_zipfile_serialization=zipped)
+        assert_equal(tmp_path / "x.ckpt", tensors)
 
 
 def test_entries_that_are_no_tensors_are_left_out(tmp_path):

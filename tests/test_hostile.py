@@ -447,6 +447,63 @@ def _fanned_out() -> dict:
     return state
 
 
+def _legacy(payload: bytes) -> bytes:
+    """The payload where torch.save's older format has the tensors: behind the magic number, version and system."""
+    head = [
+        pickle.dumps(part, protocol=2) for part in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
+    ]
+    return b"".join(head) + payload + pickle.dumps([], protocol=2)
+
+
+def _doubled(times: int) -> bytes:
+    """A key of 2^times empty tuples, in a few hundred bytes."""
+    steps = (b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(times))
+    return b"\x80\x02})q\x00" + b"".join(steps) + b"K\x01s."
+
+
+_TEXT = b"X" + struct.pack("<I", 200_000) + b"a" * 200_000
+BOMBS = {  # each would take the process down, or hours, or gigabytes, by torch's weights_only alone
+    "a deep key": (b"\x80\x02}" + b")" + b"\x85" * 200_000 + b"K\x01s.", "nested more than"),
+    "a doubled key": (_doubled(60), "parts as a key"),
+    "a doubled member of a set": (
+        b"\x80\x02cbuiltins\nset\n](" + _doubled(60)[3:-4] + b"e\x85R.", "nested|parts as a key|damaged"),
+    "a slow codec": (
+        b"\x80\x02c_codecs\nencode\n" + _TEXT + b"X\x08\0\0\0punycode\x86R.", "punycode.*latin1"),
+    "a bytearray of a number": (b"\x80\x02c__builtin__\nbytearray\nJ\0\0\0\x7f\x85R.", "bytearray.2130706432"),
+    "a bytearray by another's hand": (
+        b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(c__builtin__\nbytearray\nNJ\0\0\0\x7f\x85NtR.",
+        "bytearray.2130706432",
+    ),
+    "a storage of a number": (b"\x80\x02ctorch.storage\nUntypedStorage\nJ\0\0\0\x7f\x85R.", "UntypedStorage"),
+    "a tensor of a number": (b"\x80\x02ctorch\nFloatTensor\nJ\0\0\0\x7f\x85R.", "FloatTensor"),
+    "one text many times": (
+        b"\x80\x02](" + _TEXT + b"q\0" + b"c_codecs\nencode\nh\0X\6\0\0\0latin1\x86R0" [:-1] * 2000 + b"e.",
+        "encode more than",
+    ),
+    "numbers that collide": (
+        b"\x80\x02}(" + b"".join(b"\x8a\x0c" + (i * (2**61 - 1)).to_bytes(12, "little") + b"N" for i in range(1, 9000))
+        + b"u.", "as keys",
+    ),
+    "lists in lists": (b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b".", "nested more than"),
+    "another protocol": (b"\x80\x04\x95\0\0\0\0\0\0\0\0}.", "FRAME"),
+    "ends early": (b"\x80\x02}(X\xff\xff\xff\x7fa", "truncated"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap", [_zip, _legacy])
+def test_a_pickle_that_would_never_end_is_refused_by_its_opcodes(wrap, tmp_path):
+    """In one process with bounded memory and time; a crash of it would end the lines."""
+    for i, (payload, _) in enumerate(BOMBS.values()):
+        (tmp_path / f"case{i:02}.bin").write_bytes(wrap(payload))
+    run = scan(*sorted(path.name for path in tmp_path.iterdir()), cwd=tmp_path)
+    assert run.returncode == 2, run.stderr[-2000:]
+    lines = run.stderr.strip().splitlines()
+    assert len(lines) == len(BOMBS)
+    assert not [
+        (case, line) for line, case in zip(lines, BOMBS, strict=True) if not re.search(BOMBS[case][1], line)
+    ]
+
+
 SYSTEM = pickle.dumps(Call(os.system, MARK), protocol=2)
 PICKLES = {
     "os.system": (lambda: _zip(SYSTEM), "would run code"),
@@ -527,7 +584,7 @@ PICKLES = {
     "a list": (lambda: _torch_bytes([1, 2]), "holds a list"),
     "a tensor alone": (lambda: _torch_bytes(__import__("torch").ones(2)), "holds a Tensor"),
     "no tensors": (lambda: _torch_bytes({"epoch": 3}), "no tensors"),
-    "nested dictionaries": (lambda: _torch_bytes(_nested(200)), "no tensors"),
+    "nested dictionaries": (lambda: _torch_bytes(_nested(200)), "nested more than"),
     "dictionaries that fan out": (lambda: _torch_bytes(_fanned_out()), "entries|no tensors"),
     "more than is stored": (lambda: _torch_bytes({NAME: _view((100, 100), (100, 1))}), "loaded safely"),
     "more than is stored, legacy": (
