@@ -568,6 +568,66 @@ def test_fp8_without_a_scale_or_with_one_of_the_wrong_shape_is_refused_by_name(t
             checkpoint.read(f"{PATH}.weight")
 
 
+FP8_KIND = ml_dtypes.float8_e4m3fn
+QUANTISED: dict[str, dict[str, Any]] = {
+    "fp8": {"weight": np.ones((8, 16), FP8_KIND), "weight_scale": np.ones((8, 1), np.float32)},
+    "fp8, blocks": {"weight": np.ones((8, 16), FP8_KIND), "weight_scale_inv": np.ones((1, 1), np.float32)},
+    "int8": {
+        "weight": np.ones((8, 16), np.int8),
+        "SCB": np.ones(8, np.float32),
+        "weight_format": np.zeros(1, np.uint8),
+    },
+    "gptq": {
+        "qweight": np.ones((2, 8), np.int32),
+        "qzeros": np.ones((1, 1), np.int32),
+        "scales": np.ones((1, 8), np.float16),
+        "g_idx": np.zeros(16, np.int32),
+    },
+    "awq": {
+        "qweight": np.ones((16, 1), np.int32),
+        "qzeros": np.ones((1, 1), np.int32),
+        "scales": np.ones((1, 8), np.float16),
+    },
+    "compressed-tensors": {
+        "weight_packed": np.ones((8, 2), np.int32),
+        "weight_scale": np.ones((8, 1), np.float16),
+        "weight_shape": np.array([8, 16]),
+    },
+    "bitsandbytes": {
+        "weight": np.ones((64, 1), np.uint8),
+        "weight.absmax": np.ones(2, np.float32),
+        "weight.quant_map": np.ones(16, np.float32),
+        "weight.quant_state.bitsandbytes__nf4": np.frombuffer(
+            b'{"shape": [8, 16], "blocksize": 64}', np.uint8
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("case", QUANTISED)
+def test_no_shape_of_a_part_loses_the_model_or_leaves_our_errors(case, tmp_path):
+    parts = QUANTISED[case]
+    settings = {"bits": 4, "config_groups": {"0": {"weights": {"num_bits": 4}}}}
+    checkpoint = save_quantised(tmp_path / "m", {f"{PATH}.{n}": t for n, t in parts.items()}, settings)
+    assert checkpoint.read(f"{PATH}.weight").shape == (8, 16)
+    refusals = 0
+    for part, array in parts.items():
+        for shape in ((), (0,), (0, 0), (8, 0), (0, 16), (16, 0), (1, 1, 1), (2, 1, 8), (7,), (3, 5)):
+            tensors = {f"{PATH}.{n}": t for n, t in parts.items()} | {"fine.weight": np.ones((2, 2))}
+            tensors[f"{PATH}.{part}"] = np.ones(shape, array.dtype)
+            where = tmp_path / f"{part}{shape}"
+            checkpoint = save_quantised(where, tensors, settings)
+            assert checkpoint.read("fine.weight").sum() == 4
+            said = ""
+            try:
+                checkpoint.read(f"{PATH}.weight")
+            except CheckpointError as error:
+                said = str(error)
+            refusals += PATH in said
+            assert not said or PATH in said
+    assert refusals >= 10
+
+
 def test_a_row_of_fp8_reads_a_row_and_its_scales(tmp_path):
     tensors = {
         f"{PATH}.weight": np.ones((512, 1024), ml_dtypes.float8_e4m3fn),

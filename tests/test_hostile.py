@@ -373,6 +373,24 @@ def test_of_several_sources_the_good_are_reported_and_the_bad_listed(folder, tmp
     assert json.loads((tmp_path / "rows.json").read_text()) == document
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_a_gain_beyond_float32_is_folded_in_float64_without_a_warning(kind, tmp_path):
+    from qkform.form.folding import gained_inputs, gained_outputs
+
+    rng = np.random.default_rng(0)
+    w, b = (1e3 * rng.normal(size=s).astype(np.float32) for s in ((2, 5, 3), (2, 3)))
+    gain, shift = np.full(5, 1e38, kind), np.full(5, 1e37, kind)
+    folded, bias = gained_inputs(w, b, gain, shift)
+    assert bias is not None
+    np.testing.assert_allclose(folded, w.astype(float) * 1e38, rtol=1e-6)
+    np.testing.assert_allclose(bias, b + (w.astype(float) * 1e37).sum(axis=1), rtol=1e-5)
+    out, bias = gained_outputs(w, b, np.full(3, 1e38, kind), centred=False)
+    np.testing.assert_allclose(out, w.astype(float) * 1e38, rtol=1e-6)
+    assert gained_inputs(w, b, np.ones(5, np.float32), None)[0].dtype == np.float32
+    broken = gained_inputs(w, b, np.full(5, np.inf, np.float32), None)[0]
+    assert not np.isfinite(broken).any()
+
+
 # ---- PyTorch files: a pickle is a program, and none of these runs
 
 
@@ -734,6 +752,36 @@ def test_a_bomb_of_zeros_is_refused_before_it_unpacks(folder, tmp_path):
     )
     (folder / "model.npz").write_bytes(_bomb("(8192, 8192)", 2**28))
     refused(folder, NAME, "no weights pack so well", cwd=tmp_path)
+
+
+def test_many_small_arrays_of_zeros_are_one_bomb(folder, tmp_path):
+    np.savez_compressed(
+        folder / "model.npz", **{f"layer.{i}.weight": np.zeros((1000, 1000)) for i in range(9)}
+    )
+    refused(folder, "no weights pack so well", "numpy.savez", cwd=tmp_path)
+
+
+def test_members_that_share_bytes_are_refused(folder, tmp_path):
+    data = bytearray(_npz(_header("(12, 12)"), b"\0" * 576, packed=True, name="a"))
+    start = data.index(b"PK\1\2")
+    entry, end = bytes(data[start : data.index(b"PK\5\6")]), data[data.index(b"PK\5\6") :]
+    entries = b"".join(entry.replace(b"a.npy", b"%c.npy" % letter) for letter in b"abcdefgh")
+    struct.pack_into("<HHI", end, 8, 8, 8, len(entries))
+    (folder / "model.npz").write_bytes(bytes(data[:start]) + entries + bytes(end))
+    refused(folder, "overlap", "model.npz", cwd=tmp_path)
+
+
+def test_views_that_repeat_a_few_numbers_in_every_layer_are_refused_together(tmp_path):
+    from qkform.checkpoints.opening import open_checkpoint
+    from qkform.errors import CheckpointError
+
+    path = tmp_path / "x.pt"
+    path.write_bytes(_torch_bytes({f"layer.{i}.weight": _view((2000, 2000), (0, 0)) for i in range(8)}))
+    checkpoint = open_checkpoint(path)
+    for i in (0, 1, 2, 3, 0):  # again is no more
+        assert checkpoint.read(f"layer.{i}.weight").shape == (2000, 2000)
+    with pytest.raises(CheckpointError, match="repeats 16 stored bytes"):
+        checkpoint.read("layer.4.weight")
 
 
 def test_an_array_of_objects_stays_a_pickle_that_nobody_loads(folder, tmp_path):
