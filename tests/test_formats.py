@@ -628,6 +628,15 @@ def test_no_shape_of_a_part_loses_the_model_or_leaves_our_errors(case, tmp_path)
     assert refusals >= 10
 
 
+def test_bitsandbytes_codes_of_no_axis_are_refused_by_name(tmp_path):
+    state = np.frombuffer(b'{"shape": [1, 1], "blocksize": 64}', np.uint8)
+    parts = QUANTISED["bitsandbytes"] | {"weight.quant_state.bitsandbytes__nf4": state}
+    parts |= {"weight": np.ones((), np.uint8), "weight.absmax": np.ones(1, np.float32)}
+    checkpoint = save_quantised(tmp_path / "m", {f"{PATH}.{n}": t for n, t in parts.items()})
+    with pytest.raises(CheckpointError, match=rf"{PATH}.*one column"):
+        checkpoint.read(f"{PATH}.weight")
+
+
 def test_a_row_of_fp8_reads_a_row_and_its_scales(tmp_path):
     tensors = {
         f"{PATH}.weight": np.ones((512, 1024), ml_dtypes.float8_e4m3fn),
