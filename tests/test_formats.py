@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,27 @@ WRAPPED = {
     },
     "model_state_dict": lambda s: {"model_state_dict": s, "loss": 0.5},
     "module": lambda s: {"module": OrderedDict(s), "client_state": None},
+    "lightning": lambda s: {
+        "state_dict": OrderedDict(s),
+        "hyper_parameters": {
+            "lr": 0.1,
+            "betas": (0.9, 0.99),
+            "sizes": [1, 2],
+            "seed": 10**30,
+            "name": "\u4e00",
+        },
+        "callbacks": {("a", 1): {3, 4}, 0.5: b"\xff\0", 7: bytearray(b"abc"), "n": Counter([1, 1])},
+        "types": [
+            torch.float16,
+            torch.device("cpu"),
+            torch.Size([2]),
+            1 + 2j,
+            None,
+            True,
+            torch.eye(2).to_sparse(),
+        ],
+        "rng": [torch.get_rng_state(), torch.nn.Parameter(torch.ones(2)), torch.empty(2, device="meta")],
+    },
     "twice": lambda s: {"checkpoint": 1, "model": {"state_dict": s}},
 }
 
@@ -190,8 +211,10 @@ WRAPPED = {
 @pytest.mark.parametrize("case", WRAPPED)
 def test_the_models_tensors_are_found_in_a_trainers_checkpoint(case, tmp_path):
     tensors = bert_tensors(rng())
-    torch.save(WRAPPED[case](torches(tensors)), tmp_path / "x.ckpt")
-    assert_equal(tmp_path / "x.ckpt", tensors)
+    for zipped in (True, False):
+        state = WRAPPED[case](torches(tensors))
+        torch.save(state, tmp_path / "x.ckpt", _use_new_zipfile_serialization=zipped)
+        assert_equal(tmp_path / "x.ckpt", tensors)
 
 
 def test_entries_that_are_no_tensors_are_left_out(tmp_path):
@@ -543,6 +566,75 @@ def test_fp8_without_a_scale_or_with_one_of_the_wrong_shape_is_refused_by_name(t
         checkpoint = save_quantised(tmp_path / f"b{i}", tensors)
         with pytest.raises(CheckpointError, match=r"q_proj\.weight.*weight_scale_inv has shape"):
             checkpoint.read(f"{PATH}.weight")
+
+
+FP8_KIND = ml_dtypes.float8_e4m3fn
+QUANTISED: dict[str, dict[str, Any]] = {
+    "fp8": {"weight": np.ones((8, 16), FP8_KIND), "weight_scale": np.ones((8, 1), np.float32)},
+    "fp8, blocks": {"weight": np.ones((8, 16), FP8_KIND), "weight_scale_inv": np.ones((1, 1), np.float32)},
+    "int8": {
+        "weight": np.ones((8, 16), np.int8),
+        "SCB": np.ones(8, np.float32),
+        "weight_format": np.zeros(1, np.uint8),
+    },
+    "gptq": {
+        "qweight": np.ones((2, 8), np.int32),
+        "qzeros": np.ones((1, 1), np.int32),
+        "scales": np.ones((1, 8), np.float16),
+        "g_idx": np.zeros(16, np.int32),
+    },
+    "awq": {
+        "qweight": np.ones((16, 1), np.int32),
+        "qzeros": np.ones((1, 1), np.int32),
+        "scales": np.ones((1, 8), np.float16),
+    },
+    "compressed-tensors": {
+        "weight_packed": np.ones((8, 2), np.int32),
+        "weight_scale": np.ones((8, 1), np.float16),
+        "weight_shape": np.array([8, 16]),
+    },
+    "bitsandbytes": {
+        "weight": np.ones((64, 1), np.uint8),
+        "weight.absmax": np.ones(2, np.float32),
+        "weight.quant_map": np.ones(16, np.float32),
+        "weight.quant_state.bitsandbytes__nf4": np.frombuffer(
+            b'{"shape": [8, 16], "blocksize": 64}', np.uint8
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("case", QUANTISED)
+def test_no_shape_of_a_part_loses_the_model_or_leaves_our_errors(case, tmp_path):
+    parts = QUANTISED[case]
+    settings = {"bits": 4, "config_groups": {"0": {"weights": {"num_bits": 4}}}}
+    checkpoint = save_quantised(tmp_path / "m", {f"{PATH}.{n}": t for n, t in parts.items()}, settings)
+    assert checkpoint.read(f"{PATH}.weight").shape == (8, 16)
+    refusals = 0
+    for part, array in parts.items():
+        for shape in ((), (0,), (0, 0), (8, 0), (0, 16), (16, 0), (1, 1, 1), (2, 1, 8), (7,), (3, 5)):
+            tensors = {f"{PATH}.{n}": t for n, t in parts.items()} | {"fine.weight": np.ones((2, 2))}
+            tensors[f"{PATH}.{part}"] = np.ones(shape, array.dtype)
+            where = tmp_path / f"{part}{shape}"
+            checkpoint = save_quantised(where, tensors, settings)
+            assert checkpoint.read("fine.weight").sum() == 4
+            said = ""
+            try:
+                checkpoint.read(f"{PATH}.weight")
+            except CheckpointError as error:
+                said = str(error)
+            refusals += PATH in said
+            assert not said or PATH in said
+    assert refusals >= 10
+
+
+def test_bitsandbytes_codes_of_no_axis_are_refused_by_name(tmp_path):
+    state = np.frombuffer(b'{"shape": [1, 1], "blocksize": 64}', np.uint8)
+    parts = QUANTISED["bitsandbytes"] | {"weight.quant_state.bitsandbytes__nf4": state}
+    parts |= {"weight": np.ones((), np.uint8), "weight.absmax": np.ones(1, np.float32)}
+    checkpoint = save_quantised(tmp_path / "m", {f"{PATH}.{n}": t for n, t in parts.items()})
+    with pytest.raises(CheckpointError, match=rf"{PATH}.*one column"):
+        checkpoint.read(f"{PATH}.weight")
 
 
 def test_a_row_of_fp8_reads_a_row_and_its_scales(tmp_path):

@@ -373,6 +373,24 @@ def test_of_several_sources_the_good_are_reported_and_the_bad_listed(folder, tmp
     assert json.loads((tmp_path / "rows.json").read_text()) == document
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_a_gain_beyond_float32_is_folded_in_float64_without_a_warning(kind, tmp_path):
+    from qkform.form.folding import gained_inputs, gained_outputs
+
+    rng = np.random.default_rng(0)
+    w, b = (1e3 * rng.normal(size=s).astype(np.float32) for s in ((2, 5, 3), (2, 3)))
+    gain, shift = np.full(5, 1e38, kind), np.full(5, 1e37, kind)
+    folded, bias = gained_inputs(w, b, gain, shift)
+    assert bias is not None
+    np.testing.assert_allclose(folded, w.astype(float) * 1e38, rtol=1e-6)
+    np.testing.assert_allclose(bias, b + (w.astype(float) * 1e37).sum(axis=1), rtol=1e-5)
+    out, bias = gained_outputs(w, b, np.full(3, 1e38, kind), centred=False)
+    np.testing.assert_allclose(out, w.astype(float) * 1e38, rtol=1e-6)
+    assert gained_inputs(w, b, np.ones(5, np.float32), None)[0].dtype == np.float32
+    broken = gained_inputs(w, b, np.full(5, np.inf, np.float32), None)[0]
+    assert not np.isfinite(broken).any()
+
+
 # ---- PyTorch files: a pickle is a program, and none of these runs
 
 
@@ -445,6 +463,63 @@ def _fanned_out() -> dict:
     for _ in range(60):
         state = {"a": state, "b": state}
     return state
+
+
+def _legacy(payload: bytes) -> bytes:
+    """The payload where torch.save's older format has the tensors: behind the magic number, version and system."""
+    head = [
+        pickle.dumps(part, protocol=2) for part in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
+    ]
+    return b"".join(head) + payload + pickle.dumps([], protocol=2)
+
+
+def _doubled(times: int) -> bytes:
+    """A key of 2^times empty tuples, in a few hundred bytes."""
+    steps = (b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(times))
+    return b"\x80\x02})q\x00" + b"".join(steps) + b"K\x01s."
+
+
+_TEXT = b"X" + struct.pack("<I", 200_000) + b"a" * 200_000
+BOMBS = {  # each would take the process down, or hours, or gigabytes, by torch's weights_only alone
+    "a deep key": (b"\x80\x02}" + b")" + b"\x85" * 200_000 + b"K\x01s.", "nested more than"),
+    "a doubled key": (_doubled(60), "parts as a key"),
+    "a doubled member of a set": (
+        b"\x80\x02cbuiltins\nset\n](" + _doubled(60)[3:-4] + b"e\x85R.", "nested|parts as a key|damaged"),
+    "a slow codec": (
+        b"\x80\x02c_codecs\nencode\n" + _TEXT + b"X\x08\0\0\0punycode\x86R.", "punycode.*latin1"),
+    "a bytearray of a number": (b"\x80\x02c__builtin__\nbytearray\nJ\0\0\0\x7f\x85R.", "bytearray.2130706432"),
+    "a bytearray by another's hand": (
+        b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(c__builtin__\nbytearray\nNJ\0\0\0\x7f\x85NtR.",
+        "bytearray.2130706432",
+    ),
+    "a storage of a number": (b"\x80\x02ctorch.storage\nUntypedStorage\nJ\0\0\0\x7f\x85R.", "UntypedStorage"),
+    "a tensor of a number": (b"\x80\x02ctorch\nFloatTensor\nJ\0\0\0\x7f\x85R.", "FloatTensor"),
+    "one text many times": (
+        b"\x80\x02](" + _TEXT + b"q\0" + b"c_codecs\nencode\nh\0X\6\0\0\0latin1\x86R0" [:-1] * 2000 + b"e.",
+        "encode more than",
+    ),
+    "numbers that collide": (
+        b"\x80\x02}(" + b"".join(b"\x8a\x0c" + (i * (2**61 - 1)).to_bytes(12, "little") + b"N" for i in range(1, 9000))
+        + b"u.", "as keys",
+    ),
+    "lists in lists": (b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b".", "nested more than"),
+    "another protocol": (b"\x80\x04\x95\0\0\0\0\0\0\0\0}.", "FRAME"),
+    "ends early": (b"\x80\x02}(X\xff\xff\xff\x7fa", "truncated"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap", [_zip, _legacy])
+def test_a_pickle_that_would_never_end_is_refused_by_its_opcodes(wrap, tmp_path):
+    """In one process with bounded memory and time; a crash of it would end the lines."""
+    for i, (payload, _) in enumerate(BOMBS.values()):
+        (tmp_path / f"case{i:02}.bin").write_bytes(wrap(payload))
+    run = scan(*sorted(path.name for path in tmp_path.iterdir()), cwd=tmp_path)
+    assert run.returncode == 2, run.stderr[-2000:]
+    lines = run.stderr.strip().splitlines()
+    assert len(lines) == len(BOMBS)
+    assert not [
+        (case, line) for line, case in zip(lines, BOMBS, strict=True) if not re.search(BOMBS[case][1], line)
+    ]
 
 
 SYSTEM = pickle.dumps(Call(os.system, MARK), protocol=2)
@@ -527,7 +602,7 @@ PICKLES = {
     "a list": (lambda: _torch_bytes([1, 2]), "holds a list"),
     "a tensor alone": (lambda: _torch_bytes(__import__("torch").ones(2)), "holds a Tensor"),
     "no tensors": (lambda: _torch_bytes({"epoch": 3}), "no tensors"),
-    "nested dictionaries": (lambda: _torch_bytes(_nested(200)), "no tensors"),
+    "nested dictionaries": (lambda: _torch_bytes(_nested(200)), "nested more than"),
     "dictionaries that fan out": (lambda: _torch_bytes(_fanned_out()), "entries|no tensors"),
     "more than is stored": (lambda: _torch_bytes({NAME: _view((100, 100), (100, 1))}), "loaded safely"),
     "more than is stored, legacy": (
@@ -677,6 +752,36 @@ def test_a_bomb_of_zeros_is_refused_before_it_unpacks(folder, tmp_path):
     )
     (folder / "model.npz").write_bytes(_bomb("(8192, 8192)", 2**28))
     refused(folder, NAME, "no weights pack so well", cwd=tmp_path)
+
+
+def test_many_small_arrays_of_zeros_are_one_bomb(folder, tmp_path):
+    np.savez_compressed(
+        folder / "model.npz", **{f"layer.{i}.weight": np.zeros((1000, 1000)) for i in range(9)}
+    )
+    refused(folder, "no weights pack so well", "numpy.savez", cwd=tmp_path)
+
+
+def test_members_that_share_bytes_are_refused(folder, tmp_path):
+    data = bytearray(_npz(_header("(12, 12)"), b"\0" * 576, packed=True, name="a"))
+    start = data.index(b"PK\1\2")
+    entry, end = bytes(data[start : data.index(b"PK\5\6")]), data[data.index(b"PK\5\6") :]
+    entries = b"".join(entry.replace(b"a.npy", b"%c.npy" % letter) for letter in b"abcdefgh")
+    struct.pack_into("<HHI", end, 8, 8, 8, len(entries))
+    (folder / "model.npz").write_bytes(bytes(data[:start]) + entries + bytes(end))
+    refused(folder, "overlap", "model.npz", cwd=tmp_path)
+
+
+def test_views_that_repeat_a_few_numbers_in_every_layer_are_refused_together(tmp_path):
+    from qkform.checkpoints.opening import open_checkpoint
+    from qkform.errors import CheckpointError
+
+    path = tmp_path / "x.pt"
+    path.write_bytes(_torch_bytes({f"layer.{i}.weight": _view((2000, 2000), (0, 0)) for i in range(8)}))
+    checkpoint = open_checkpoint(path)
+    for i in (0, 1, 2, 3, 0):  # again is no more
+        assert checkpoint.read(f"layer.{i}.weight").shape == (2000, 2000)
+    with pytest.raises(CheckpointError, match="repeats 16 stored bytes"):
+        checkpoint.read("layer.4.weight")
 
 
 def test_an_array_of_objects_stays_a_pickle_that_nobody_loads(folder, tmp_path):

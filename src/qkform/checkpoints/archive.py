@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 
 from qkform.checkpoints.base import ByteReader, opening
@@ -41,7 +42,19 @@ def members(path: Path, reader: ByteReader) -> dict[str, zipfile.ZipInfo]:
                 f"{path} ends at byte {size:,}, and its member {info.filename[:120]!r} runs past it: truncated"
             )
         found[info.filename] = info
+    _refuse_overlap(path, infos)
     return found
+
+
+def _refuse_overlap(path: Path, infos: list[zipfile.ZipInfo]) -> None:
+    """Members that share bytes: a small file that unpacks to any size, and two names for one thing."""
+    placed = sorted(infos, key=lambda info: info.header_offset)
+    for before, after in pairwise(placed):
+        if before.header_offset + _LOCAL_HEADER.size + before.compress_size > after.header_offset:
+            raise CheckpointError(
+                f"{path} is not a sound zip archive: its members {before.filename[:120]!r} and "
+                f"{after.filename[:120]!r} overlap"
+            )
 
 
 def _directory_bytes(end: bytes) -> int:

@@ -68,9 +68,23 @@ class NpzCheckpoint(Local):
                 raise CheckpointError(f"{path}: the headers of its arrays exceed {MAX_HEADERS_BYTES:,} bytes")
             self._members[name], self._arrays[name] = info, array
             tensors[name] = TensorInfo(array.shape, array.word, path, info.header_offset, array.nbytes)
+        self._refuse_bomb()
         if not tensors:
             raise CheckpointError(f"{path} is a zip archive that holds no arrays (members that end in .npy)")
         self.tensors: Mapping[str, TensorInfo] = tensors
+
+    def _refuse_bomb(self) -> None:
+        """Refuse a file that packs beyond what weights do, all of it together: many small arrays make a bomb too."""
+        packed = [name for name, info in self._members.items() if info.compress_type != zipfile.ZIP_STORED]
+        stored = sum(self._members[name].compress_size for name in packed)
+        whole = sum(self._arrays[name].nbytes for name in packed)
+        if whole > MAX_RATIO * stored + MAX_PACKED_BYTES:
+            largest = max(packed, key=lambda name: self._arrays[name].nbytes)
+            raise CheckpointError(
+                f"{self._path} unpacks {stored:,} bytes to {whole:,}, above {MAX_RATIO} times and "
+                f"{MAX_PACKED_BYTES:,} more (the largest array is {largest[:200]!r}): no weights pack so well; "
+                "numpy.savez saves what must be read unpacked"
+            )
 
     @property
     def bytes_read(self) -> int:

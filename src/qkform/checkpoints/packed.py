@@ -284,6 +284,8 @@ def _bitsandbytes(parts: Parts) -> Made:
     if len(shape) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in sides):
         raise _Unfit(f"is described with the shape {str(shape)[:60]} and blocks of {str(block)[:20]}")
     count = math.prod(shape)
+    if len(packed.shape) not in (1, 2):
+        raise _Unfit(f"has shape {packed.shape}; codes in 4 bits lie in one column")
     if math.prod(packed.shape) != -(-count // 2) or packed.shape[0] != math.prod(packed.shape):
         raise _Unfit(f"has shape {packed.shape}, and {shape} in 4 bits takes {-(-count // 2)} bytes")
     blocks = -(-count // block)

@@ -6,8 +6,12 @@ format are memory-mapped, so that only the tensors that are asked for are read; 
 
 from __future__ import annotations
 
+import io
+import mmap
+import tarfile
 import warnings
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,14 +22,16 @@ from numpy.typing import NDArray
 
 from qkform.checkpoints.archive import members
 from qkform.checkpoints.base import CODES, FLOATS, ByteReader, Local, TensorInfo, opening, refuse_pointer
+from qkform.checkpoints.opcodes import Asks, Pickle, Unsafe
 from qkform.errors import CheckpointError, MissingExtra, SourceError
 
 MAX_PICKLE_BYTES = 100_000_000  # names, shapes and a trainer's state; the tensors lie beside it
 MAX_TENSORS = 100_000
+_MAGIC = 0x1950A86A20F9469CFC6C  # what torch.save writes first in its older format
 MAX_DEPTH = 8  # dictionaries inside each other
 REMAP_BYTES = 2**28  # maps keep what was touched resident: they are dropped after so much
 WHOLE_FILES = 2  # files of the older format that are in memory at once
-REPEATED_BYTES = 2**26  # a view may be larger than what it views by so much
+REPEATED_BYTES = 2**26  # all views of a model may be larger than what they view by so much
 
 # Where trainers put the model's weights, in the order in which they are looked for.
 _STATES = ("state_dict", "model_state_dict", "model_state", "model", "module", "net", "network", "generator")
@@ -66,6 +72,7 @@ class PickledCheckpoint(Local):
         self._states: dict[
             Path, dict[str, Any]
         ] = {}  # tensors of the files, the one asked for last at the end
+        self._repeats: dict[str, int] = {}  # bytes that views hand out beyond what is stored, by name
         self._touched: Counter[Path] = Counter()  # bytes of each map that are resident, at most
         tensors: dict[str, TensorInfo] = {}
         for file in files:
@@ -108,9 +115,14 @@ class PickledCheckpoint(Local):
         if tensor is None or _info(tensor, info.file) != self.tensors[name]:
             raise CheckpointError(f"{info.file} changed while it was being read")
         held = tensor.untyped_storage().nbytes()
-        if info.nbytes > held + REPEATED_BYTES:  # strides of 0: a terabyte out of four bytes
+        whole = self.tensors[name].nbytes
+        if info.nbytes > held:
+            self._repeats[name] = max(self._repeats.get(name, 0), info.nbytes - held)
+        if (
+            sum(self._repeats.values()) > REPEATED_BYTES and whole > held
+        ):  # strides of 0: terabytes out of four bytes
             raise CheckpointError(
-                f"tensor {name!r} in {info.file} repeats {held:,} stored bytes to {info.nbytes:,}: "
+                f"tensor {name!r} in {info.file} repeats {held:,} stored bytes to {whole:,} (or several do): "
                 "not a weight that a model has"
             )
         out = _as_numpy(tensor.detach() if rows is None else tensor.detach()[:rows])
@@ -206,6 +218,7 @@ def _load(path: Path, reader: ByteReader) -> dict[str, Any]:
         raise MissingExtra(
             f'{path} is a PyTorch file, and torch is not installed; it comes with: pip install "qkform[torch]"'
         ) from None
+    _follow(path, mapped, head)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations of what the file's own torch wrote
@@ -217,19 +230,75 @@ def _load(path: Path, reader: ByteReader) -> dict[str, Any]:
     return _tensors(state, path)
 
 
+def _follow(path: Path, mapped: bool, head: bytes) -> None:
+    """Refuse what torch would spend memory, time or stack on without bound: see `opcodes`."""
+    import torch
+
+    trusted = {entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
+               for entry in torch.serialization.get_safe_globals()}  # fmt: skip
+    pickles = Pickle(path.stat().st_size, frozenset(trusted))
+    try:
+        if mapped:
+            with opening(path) as file, zipfile.ZipFile(file) as archive:
+                name = next(name for name in archive.namelist() if name.rpartition("/")[2] == "data.pkl")
+                pickles.follow(io.BytesIO(archive.read(name)))
+            return
+        if _is_tar(head):  # torch would look for its pickles inside
+            raise Unsafe("is a tar archive")
+        with opening(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as stream:
+            if pickles.follow(stream) != _MAGIC:
+                raise Unsafe("starts with a pickle that is not torch.save's")
+            for _ in range(4):  # version, system, tensors, names of the storages
+                pickles.follow(stream)
+    except Asks as error:
+        raise _runs_code(path, str(error)) from None
+    except Unsafe as error:
+        raise CheckpointError(
+            f"{path} is not a PyTorch file that can be loaded safely: it {error}; {_INSTEAD}"
+        ) from None
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        OSError,
+        RuntimeError,
+        NotImplementedError,
+        StopIteration,
+    ):
+        raise CheckpointError(
+            f"{path} is not a PyTorch file that can be loaded safely: its pickle cannot be taken from it "
+            "(truncated or damaged)"
+        ) from None
+
+
+def _is_tar(head: bytes) -> bool:
+    try:
+        tarfile.TarInfo.frombuf(head[:512], "latin1", "surrogateescape")
+    except tarfile.HeaderError:
+        return False
+    return True
+
+
+def _runs_code(path: Path, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} would run code on loading: its pickle asks for {name[:120]!r}, which is not a tensor, "
+        f"and is refused; {_INSTEAD}"
+    )
+
+
 def _refusal(path: Path, error: Exception) -> SourceError:
-    """What torch said, without its advice to load the file unsafely."""
+    """What torch stumbled over, in our words: its own speak of its internals, and advise to load unsafely."""
     text = " ".join(str(error).split())
     for mark in ("Unsupported global: GLOBAL ", "Unsupported class ", "Trying to load unsupported GLOBAL "):
         if mark in text:
-            name = text.split(mark, 1)[1].split(" ", 1)[0]
-            return CheckpointError(
-                f"{path} would run code on loading: its pickle asks for {name[:120]!r}, which is not a tensor, "
-                f"and is refused; {_INSTEAD}"
-            )
-    said = text.split("WeightsUnpickler error: ")[-1] or type(error).__name__
+            return _runs_code(path, text.split(mark, 1)[1].split(" ", 1)[0])
+    if "torch.distributed" in text or "torch.nested" in text:
+        return CheckpointError(
+            f"{path} cannot be loaded safely: it holds distributed or nested tensors; gather them first; {_INSTEAD}"
+        )
     return CheckpointError(
-        f"{path} is not a PyTorch file that can be loaded safely: {said[:300]} ({type(error).__name__})"
+        f"{path} is not a PyTorch file that can be loaded safely: its tensors do not fit what is stored, or are of a "
+        f"kind that this torch does not know (truncated or damaged? {type(error).__name__})"
     )
 
 

@@ -125,6 +125,11 @@ def _scaled(parts: Parts, name: str, info: TensorInfo) -> Made | None:
     assert found is not None
     if len(info.shape) != 2:
         return refused(as_float, f"tensor {name!r} of shape {info.shape} has a scale; only matrices are read")
+    if 0 in (*info.shape, *found.shape):
+        return refused(
+            as_float,
+            f"tensor {name!r} of shape {info.shape} in {info.file} has a {beside} of shape {found.shape}: empty",
+        )
     try:
         block = _block(info.shape, found.shape, parts.config)
     except ValueError as error:
@@ -203,7 +208,8 @@ def _bitsandbytes_8bit(parts: Parts, name: str, info: TensorInfo) -> Made:
     """bitsandbytes' int8: weight = code * SCB / 127, row by row, where the codes lie in rows (format 0)."""
     scale = parts.name("SCB")
     stored, layout = parts.checkpoint.tensors[scale], parts.info("weight_format")
-    if len(info.shape) != 2 or math.prod(stored.shape) != info.shape[0] or len(stored.shape) not in (1, 2):
+    sound = len(info.shape) == 2 and 0 not in info.shape and len(stored.shape) in (1, 2)
+    if not sound or math.prod(stored.shape) != info.shape[0]:
         return refused(info, f"tensor {name!r} of shape {info.shape} has an SCB of shape {stored.shape}")
     turned = len(stored.shape) == 2 and stored.shape[0] == 1
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from array_api_compat import array_namespace, device
 
 from qkform.errors import FormError
 from qkform.form import arrays
 from qkform.form.arrays import Array
 from qkform.form.bilinear import BilinearForm
+
+Folded = tuple[Array, Array | None]
 
 
 def gained_inputs(w: Array, b: Array | None, gain: Array, shift: Array | None) -> tuple[Array, Array | None]:
@@ -20,12 +24,14 @@ def gained_inputs(w: Array, b: Array | None, gain: Array, shift: Array | None) -
         raise FormError(
             f"a norm of {tuple(gain.shape)} gains cannot stand before a projection of {w.shape[1]} inputs"
         )
-    xp = array_namespace(w)
-    w = arrays.to(w, arrays.working_dtype(w))
-    if shift is not None:
-        added = xp.sum(w * _as(shift, w)[None, :, None], axis=1)  # (heads, d_head)
-        b = added if b is None else arrays.to(b, w.dtype) + added
-    return w * _as(gain, w)[None, :, None], b
+
+    def fold(w: Array, b: Array | None) -> tuple[Array, Array | None]:
+        if shift is not None:
+            added = array_namespace(w).sum(w * _as(shift, w)[None, :, None], axis=1)  # (heads, d_head)
+            b = added if b is None else arrays.to(b, w.dtype) + added
+        return w * _as(gain, w)[None, :, None], b
+
+    return _in_range(fold, w, b)
 
 
 def gained_outputs(w: Array, b: Array | None, gain: Array, *, centred: bool) -> tuple[Array, Array | None]:
@@ -34,9 +40,12 @@ def gained_outputs(w: Array, b: Array | None, gain: Array, *, centred: bool) -> 
     gain: (d_head,) for a norm of every head alike, (heads, d_head) for one of each head, (heads * d_head,) for one
     across all heads. `centred`: the norm takes the mean away first, over what it normalises.
     """
+    return _in_range(lambda w, b: _gained_outputs(w, b, gain, centred=centred), w, b)
+
+
+def _gained_outputs(w: Array, b: Array | None, gain: Array, *, centred: bool) -> tuple[Array, Array | None]:
     heads, _, d_head = w.shape
     xp = array_namespace(w)
-    w = arrays.to(w, arrays.working_dtype(w))
     gain = _as(gain, w)
     b = None if b is None else arrays.to(b, w.dtype)
     across = gain.ndim == 1 and heads > 1 and gain.shape[0] == heads * d_head
@@ -68,6 +77,22 @@ def extended(form: BilinearForm) -> BilinearForm:
         return xp.matrix_transpose(xp.concat(both, axis=2))
 
     return BilinearForm(with_row(form.w_q, form.b_q), with_row(form.w_k, form.b_k))
+
+
+def _in_range(fold: Callable[[Array, Array | None], Folded], w: Array, b: Array | None) -> Folded:
+    """`fold` in the precision of the weights; in float64 where it takes sound weights beyond float32."""
+    with arrays.overflow_ignored():
+        out = fold(arrays.to(w, arrays.working_dtype(w)), b)
+        if all(_is_finite(part) for part in out) or not _is_finite(w) or not _is_finite(b):
+            return out
+        return fold(arrays.double(w), b)
+
+
+def _is_finite(x: Array | None) -> bool:
+    if x is None:
+        return True
+    xp = array_namespace(x)
+    return bool(xp.all(xp.isfinite(x)))
 
 
 def _as(gain: Array, w: Array) -> Array:
