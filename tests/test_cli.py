@@ -45,6 +45,7 @@ def test_json_is_one_document_on_stdout(bert, capsys):
         "revision",
         "step",
         "offset",
+        "form",
         "skipped",
         "rows",
     }

@@ -448,7 +448,7 @@ def test_flat_rows_tell_revisions_and_distances_apart(revised, write_model):
         "string",
     )
     lines = [line.split(",") for line in table.to_csv().splitlines()]
-    assert lines[0][:5] == ["source", "model_type", "revision", "step", "offset"]
+    assert lines[0][:6] == ["source", "model_type", "revision", "step", "offset", "form"]
     assert [line[4] for line in lines[1:]] == [""] * 16 + ["0"] * 4 + ["4"] * 4
     assert " at distance 4" in table._repr_html_()
 
@@ -592,7 +592,7 @@ def test_json_is_strict_and_comes_back(table, tmp_path):
 def test_csv_has_one_line_per_row_and_empty_nulls(table, tmp_path):
     lines = table.save(tmp_path / "t.csv").read_text().splitlines()
     assert len(lines) == len(table.rows) + 1
-    assert lines[0].split(",") == ["source", "model_type", "revision", "step", "offset", *COLUMNS]
+    assert lines[0].split(",") == ["source", "model_type", "revision", "step", "offset", "form", *COLUMNS]
     assert "nan" not in "".join(lines).lower().replace("holds nan", "")
 
 
@@ -617,6 +617,7 @@ def test_an_empty_table_makes_frames_with_all_columns():
         "revision",
         "step",
         "offset",
+        "form",
         *COLUMNS,
     ]
     assert list(ScoreTable().to_pandas().columns) == [
@@ -625,6 +626,7 @@ def test_an_empty_table_makes_frames_with_all_columns():
         "revision",
         "step",
         "offset",
+        "form",
         *COLUMNS,
     ]
 
@@ -704,3 +706,23 @@ def test_heads_scored_in_parts_are_the_same_heads(write_model, monkeypatch):
     assert qk.scan(folder).rows == whole
     assert [(p.n_heads, p.n_kv_heads) for p in parts] == [(2, 1)] * 3
     assert [row["kv_head"] for row in whole] == [None, 0, 0, 1, 1, 2, 2]
+
+
+def test_the_record_and_the_terminal_say_which_form_was_scored(write_model, capsys):
+    from qkform.cli import main
+
+    rng = np.random.default_rng(6)
+    tensors = {
+        f"model.layers.0.self_attn.{side}_proj.{what}": rng.normal(size=shape)
+        for side in "qk"
+        for what, shape in (("weight", (8, 8)), ("bias", (8,)))
+    }
+    tensors["model.layers.0.input_layernorm.weight"] = rng.normal(size=8)
+    folder = write_model(tensors, {"model_type": "qwen2", "num_attention_heads": 2})
+    (raw,), (changed,) = qk.scan(folder).models, qk.scan(folder, fold_norm=True, bias=True, offset=3).models
+    assert (raw.form, changed.form) == ("raw", "fold_norm bias")
+    assert {row["form"] for row in qk.ScoreTable([raw, changed]).rows} == {"raw", "fold_norm bias"}
+    assert main(["scan", str(folder), "--fold-norm", "--bias", "--offset", "3"]) == 0
+    assert "form with fold_norm, bias, at distance 3" in capsys.readouterr().out.replace("\n", " ")
+    assert main(["scan", str(folder)]) == 0
+    assert "form with" not in capsys.readouterr().out

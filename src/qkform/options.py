@@ -94,6 +94,12 @@ class Options:
         return revision
 
     @property
+    def form(self) -> str:
+        """What is scored, for the record: "raw", or the words of the options that change the form."""
+        asked = {"fold_norm": self.fold_norm, "bias": self.bias, "qk_norm": self.qk_norm}
+        return " ".join(word for word, on in asked.items() if on) or "raw"
+
+    @property
     def changes(self) -> Changes:
         """What is done to the form of every layer."""
         return Changes(self.fold_norm, self.bias, self.qk_norm, self.distance)

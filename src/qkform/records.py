@@ -50,7 +50,14 @@ COLUMNS: dict[str, type] = {
     "reason": str,  # why a score in this row is null; null where none is
 }
 # What tells the models of a table apart: columns of its flat rows, in front of the others.
-_OF_MODEL: dict[str, type] = {"source": str, "model_type": str, "revision": str, "step": int, "offset": int}
+_OF_MODEL: dict[str, type] = {
+    "source": str,
+    "model_type": str,
+    "revision": str,
+    "step": int,
+    "offset": int,
+    "form": str,  # "raw", or what was changed in it: "fold_norm bias"
+}
 _LATER = ("part",)  # columns that records of earlier versions do not have
 
 
@@ -79,6 +86,7 @@ class ModelScores:
     offset: int | None = (
         None  # relative distance i - j that the rotary form was taken at; null: not asked for
     )
+    form: str = "raw"  # what is scored: "raw", or the options that changed it: "fold_norm bias qk_norm"
 
     @property
     def layers(self) -> list[Row]:
@@ -98,6 +106,7 @@ class ModelScores:
             "revision": self.revision,
             "step": self.step,
             "offset": self.offset,
+            "form": self.form,
             "bytes_read": self.bytes_read,
             "wall_seconds": self.wall_seconds,
             "conventions": dict(self.conventions),
@@ -211,7 +220,9 @@ class Table:
         try:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise RecordError(f"cannot read a table from {path}: {error}") from None
+            raise RecordError(
+                f"cannot read a table from {path}: {error}; what `save` wrote as .json can be read"
+            ) from None
         found = document.get("schema") if isinstance(document, dict) else None
         if found != cls.schema:
             raise RecordError(f"{path} has schema {found!r}; this version reads {cls.schema!r}")
@@ -274,7 +285,7 @@ class ScoreTable(Table):
 
     @classmethod
     def columns(cls) -> dict[str, type]:
-        """source, model_type, revision, step and offset, so that models can be told apart, then `COLUMNS`."""
+        """source, model_type, revision, step, offset and form, so that models can be told apart, then `COLUMNS`."""
         return {**_OF_MODEL, **COLUMNS}
 
     @classmethod

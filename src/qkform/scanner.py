@@ -327,6 +327,7 @@ def _scores_of(
         revision=revision,
         step=step,
         offset=options.distance,
+        form=options.form,
     )
 
 

@@ -72,7 +72,10 @@ def _hint(source: str) -> str:
             f"; if it is a hub id, give it as text ({source!r}), or as hf://{source}: a path is never looked up on "
             "the hub"
         )
-    return "; give a .safetensors or .gguf file, a folder that holds one, or sample:minilm"
+    return (
+        "; give a file (safetensors, .bin, GGUF, ONNX, .npz), a folder that holds a model or an adapter, a hub id, "
+        "or sample:minilm"
+    )
 
 
 def _open_file(path: Path, source: str) -> Checkpoint:

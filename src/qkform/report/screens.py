@@ -14,6 +14,7 @@ from qkform.report.terminal import (
     Column,
     bar,
     by_list,
+    form_words,
     heading,
     heads_by_module,
     list_title,
@@ -57,6 +58,7 @@ def _series_screen(entry: Entry, *, width: int, unicode: bool) -> Iterator[Any]:
         one_line(entry.name),
         models[0].model_type,
         f"{len(models)} {unit}s",
+        *form_words(models[0], distance=entry.kind != "offset"),
         sum_bytes(sum(m.bytes_read for m in models), sum(m.wall_seconds for m in models)),
     )
     for name in dict.fromkeys(name for model in models for name in by_list(model.rows)):

@@ -66,6 +66,7 @@ class Section:
         found = [
             ("model type", self.model_type or "not given"),
             ("format", ", ".join(self.formats[:3])),
+            ("form", text(self.entry.models[0].form)),
             ("size", words.shape(self.start_groups) if self.start_groups else "nothing scored"),
             ("mask", ", ".join(masks) or "unknown"),
         ]

@@ -25,6 +25,7 @@ def model_screen(model: ModelScores, *, width: int, unicode: bool = True) -> Ite
         one_line(model.source),
         model.model_type,
         model.format,
+        *form_words(model),
         sum_bytes(model.bytes_read, model.wall_seconds),
     )
     for name, rows in by_list(model.rows).items():
@@ -65,6 +66,12 @@ def heading(name: str, model_type: str | None, *more: str) -> Any:
     line.append(name, style="bold")
     line.append("  " + ", ".join([one_line(model_type or "unknown type"), *more]), style="dim")
     return line
+
+
+def form_words(model: ModelScores, *, distance: bool = True) -> list[str]:
+    """What was scored, where it is not the raw form as it is stored."""
+    words = [] if model.form == "raw" else [f"form with {one_line(model.form).replace(' ', ', ')}"]
+    return [*words, f"at distance {model.offset}"] if distance and model.offset is not None else words
 
 
 def sum_bytes(bytes_read: int, wall_seconds: float) -> str:
@@ -201,7 +208,7 @@ def _undefined(model: ModelScores) -> list[str]:
 def _shared_flags(layers: list[Row]) -> str:
     """Flags that every layer of a list carries belong into its heading."""
     flags = [f for f in layers[0]["flags"] if all(f in row["flags"] for row in layers) and f != "no_outliers"]
-    return "".join(f", {flag} (the raw form is scored)" for flag in flags)
+    return "".join(f", {flag}" for flag in flags)
 
 
 def null_words(layers: Sequence[Row]) -> str:

@@ -95,7 +95,7 @@ DIFF_SCORES = (
 )
 FLAGS = {
     "no_outliers": "no row and no column stands out, so directionality is 0 by convention",
-    "qk_norm": "queries and keys are normalised after projection; the raw form is scored",
+    "qk_norm": "queries and keys are normalised after projection; their gains are in the form with --qk-norm alone",
 }
 _LISTED = 12
 
