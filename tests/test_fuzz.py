@@ -73,6 +73,16 @@ def test_mutated_files_are_read_or_refused(name: str) -> None:
     assert len(outcomes) > 1, "mutants of one kind alone test little"
 
 
+def test_a_member_whose_own_header_has_another_name_is_refused() -> None:
+    """What the directory says is sound; the name in front of the bytes is not UTF-8, and says that it is."""
+    seed = bytearray(seeds("pickled")[0])
+    start = seed.index(b"PK\x03\x04")
+    seed[start + 7] |= 0x08  # the name is UTF-8
+    seed[start + 30] = 0x80
+    with fuzz.scratch() as folder:
+        assert fuzz.run_quietly(fuzz.TARGETS["pickled"], bytes(seed), folder) == "CheckpointError"
+
+
 @pytest.mark.parametrize("name", sorted(fuzz.TARGETS))
 def test_seeds_are_sound(name: str) -> None:
     for seed in seeds(name):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import mmap
+import struct
 import tarfile
 import warnings
 import zipfile
@@ -264,6 +265,8 @@ def _follow(path: Path, mapped: bool, head: bytes) -> None:
         RuntimeError,
         NotImplementedError,
         StopIteration,
+        ValueError,  # a name that is not UTF-8, a place before the start
+        struct.error,
     ):
         raise CheckpointError(
             f"{path} is not a PyTorch file that can be loaded safely: its pickle cannot be taken from it "
