@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from qkform.checkpoints.archive import members
 from qkform.checkpoints.base import CODES, FLOATS, ByteReader, Local, TensorInfo, opening, refuse_pointer
 from qkform.checkpoints.opcodes import Asks, Pickle, Unsafe
+from qkform.checkpoints.safetensors import united
 from qkform.errors import CheckpointError, MissingExtra, SourceError
 
 MAX_PICKLE_BYTES = 100_000_000  # names, shapes and a trainer's state; the tensors lie beside it
@@ -75,19 +76,10 @@ class PickledCheckpoint(Local):
         ] = {}  # tensors of the files, the one asked for last at the end
         self._repeats: dict[str, int] = {}  # bytes that views hand out beyond what is stored, by name
         self._touched: Counter[Path] = Counter()  # bytes of each map that are resident, at most
-        tensors: dict[str, TensorInfo] = {}
-        for file in files:
-            for name, tensor in self._state(file).items():
-                if expected is not None and expected.get(name) != file:
-                    continue
-                if name in tensors:
-                    raise CheckpointError(f"tensor {name[:200]!r} is in both {tensors[name].file} and {file}")
-                tensors[name] = _info(tensor, file)
-        for name, file in (expected or {}).items():
-            if name not in tensors:
-                raise CheckpointError(
-                    f"the index places tensor {name[:200]!r} in {file}, which does not hold it"
-                )
+        headers = {
+            file: {name: _info(tensor, file) for name, tensor in self._state(file).items()} for file in files
+        }
+        tensors = united(headers, expected)
         if not tensors:
             raise CheckpointError(f"{files[0]} holds no tensors by name, so it is not a model's weights")
         self.tensors: Mapping[str, TensorInfo] = tensors

@@ -77,11 +77,13 @@ def change(a: BilinearForm, b: BilinearForm) -> Change:
     """How `b` differs from `a`; see `Change`. Source of the null: docs/math.md#differences."""
     form = change_form(a, b)
     square = a.w_q.shape[1] == a.w_k.shape[1]
+    moved = form.norm()
+    own = form.symmetry() if square else moved  # of the change itself; without a square W it is not asked for
     columns: list[list[float]] = [[], [], [], [], []]
     defects = zip(a.defects(), b.defects(), strict=True)
     for head, (of_a, of_b) in enumerate(defects):
         if of_a is None and of_b is None:
-            found = _head(a.head(head), b.head(head), form.head(head), square=square)
+            found = _head(a.head(head), b.head(head), float(moved[head]), float(own[head]), square=square)
         else:
             found = (math.nan,) * 5
         for column, value in zip(columns, found, strict=True):
@@ -90,15 +92,16 @@ def change(a: BilinearForm, b: BilinearForm) -> Change:
 
 
 def _head(
-    a: BilinearForm, b: BilinearForm, moved: BilinearForm, *, square: bool
+    a: BilinearForm, b: BilinearForm, by: float, own_symmetry: float, *, square: bool
 ) -> tuple[float, float, float, float, float]:
-    """size, cosine, change of symmetry, mean and standard deviation of the null of one head."""
+    """size, cosine, change of symmetry, mean and standard deviation of the null of one head.
+
+    `by` is the norm of the change, `own_symmetry` its symmetry.
+    """
     xp = array_namespace(a.w_q)
-    q_a, k_a, q_b, k_b = (arrays.double(w)[0, ...] for w in (a.w_q, a.w_k, b.w_q, b.w_k))  # (d, k)
-    norm_a, norm_b = (
-        float(BilinearForm(q[None, ...], k[None, ...]).norm()[0]) for q, k in ((q_a, k_a), (q_b, k_b))
-    )
-    by = float(moved.norm()[0])
+    wide_a, wide_b = (BilinearForm(arrays.double(f.w_q), arrays.double(f.w_k)) for f in (a, b))
+    q_a, k_a, q_b, k_b = (w[0, ...] for f in (wide_a, wide_b) for w in (f.w_q, f.w_k))  # (d, k)
+    norm_a, norm_b = float(wide_a.norm()[0]), float(wide_b.norm()[0])
     size = by / norm_a
     # the angle from the difference: 1 - cos^2 would cancel for forms that hardly differ
     half = min(
@@ -108,11 +111,11 @@ def _head(
     cosine = 1.0 - 2.0 * half
     if not square:
         return size, cosine, math.nan, math.nan, math.nan
-    s_a = float(BilinearForm(q_a[None, ...], k_a[None, ...]).symmetry()[0])
+    s_a = float(wide_a.symmetry()[0])
     d_q, d_k = q_b - q_a, k_b - k_a
     inner = _inner(q_a, k_a, d_q, k_b) + _inner(q_a, k_a, q_a, d_k)  # <W_a, W_b - W_a>
     trace = _inner(k_a, q_a, d_q, k_b) + _inner(k_a, q_a, q_a, d_k)  # tr(W_a (W_b - W_a))
-    own = 0.0 if by == 0.0 else float(moved.symmetry()[0]) * by**2  # tr of the square of W_b - W_a
+    own = 0.0 if by == 0.0 else own_symmetry * by**2  # tr of the square of W_b - W_a
     symmetry = (2.0 * (trace - s_a * inner) + own - s_a * by**2) / norm_b**2
     split = _split(float(xp.sum(d_q * d_q)), float(xp.sum(d_k * d_k)))
     return size, cosine, symmetry, *_null(q_a, k_a, norm_a, s_a, sine2, split)
