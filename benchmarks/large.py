@@ -38,7 +38,7 @@ def main() -> None:
         peak = f"peak {cost['peak_mb']:.0f} MB (promised {PEAK_MB:.0f})"
         null = f"{cost['null_layers']:.0f} of {shape.layers} layers null with a reason"
         lines.append(f"LLaMA-3-{name} shape: {size}; {taken}; {peak}; {null}")
-        print(lines[-1])
+        print(lines[-1], flush=True)
         if cost["peak_mb"] > PEAK_MB or cost["null_layers"] != shape.layers - shape.real:
             missed.append(name)
     if options.save:

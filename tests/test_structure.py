@@ -39,6 +39,8 @@ ARROWS = {
         "steps",
     },
     "sites": {"layouts", "form", "errors", "wrappers"},
+    "attention": {"errors"},
+    "surgery": {"attention", "sites", "layouts", "form", "errors", "wrappers"},
     "report": {"records", "differences", "errors", "cache", "steps"},
     "targets": {"records", "differences", "errors", "report", "checkpoints"},
     "differ": {"differences", "errors", "form", "layouts", "options", "records", "scanner", "scoring"},
@@ -64,6 +66,8 @@ ARROWS = {
         "scanner",
         "differ",
         "sites",
+        "attention",
+        "surgery",
     },
 }
 

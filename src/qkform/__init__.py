@@ -14,9 +14,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qkform import attention as attention
     from qkform import errors as errors
     from qkform import report as report
     from qkform import sites as sites
+    from qkform import surgery as surgery
     from qkform.differ import diff as diff
     from qkform.differences import DiffTable as DiffTable
     from qkform.form import BilinearForm as BilinearForm
@@ -39,9 +41,11 @@ _HOME = {
     "diff": "qkform.differ",
     "layers": "qkform.scanner",
     "scan": "qkform.scanner",
+    "attention": "qkform.attention",
     "errors": "qkform.errors",
     "report": "qkform.report",
     "sites": "qkform.sites",
+    "surgery": "qkform.surgery",
 }
 
 __all__ = sorted(_HOME)

@@ -8,6 +8,8 @@
     ├── ConfigError                a config is missing, is not JSON, or contradicts the weights
     ├── LayoutError                which tensors are Q and K, or how they are stored, is not known
     ├── FormError                  arrays that do not make a query-key form, or a score it does not have
+    ├── AttentionError             arguments of an attention function that do not fit each other
+    ├── SurgeryError               a model that cannot be changed as asked
     ├── RecordError                a table cannot be saved or loaded
     └── MissingExtra               a feature needs a package of an optional extra
 
@@ -39,6 +41,14 @@ class LayoutError(QKFormError):
 
 class FormError(QKFormError, ValueError):
     """Arrays that do not make a query-key form, or a score that this form does not have."""
+
+
+class AttentionError(QKFormError, ValueError):
+    """Arguments of an attention function that do not fit each other, or that the implementation cannot take."""
+
+
+class SurgeryError(QKFormError):
+    """A model that cannot be changed as asked: no attention in it, changed before, or of a kind that has no room."""
 
 
 class RecordError(QKFormError):

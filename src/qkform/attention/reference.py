@@ -1,0 +1,48 @@
+"""What the attention functions mean, in plain torch: the scores as a matrix, changed, and a softmax."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def decoupled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    self_score: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    query_start: int | Tensor | None = None,
+) -> Tensor:
+    """Attention whose score of a token with itself is `scale * self_score` in place of `scale * q . k`.
+
+    query (B, H, N, D), key (B, G, M, D), value (B, G, M, D_v) with G dividing H, self_score (B, H, N), mask
+    broadcasting to (B, H, N, M); query i stands at key `query_start` + i, at the last N keys by default.
+    """
+    n, m, d = query.shape[-2], key.shape[-2], query.shape[-1]
+    scale = 1 / math.sqrt(d) if scale is None else scale
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    start = m - n if query_start is None else query_start
+    place = torch.arange(n, device=query.device) + start  # (N,) the key of each query's own token
+    keys = torch.arange(m, device=query.device)
+    itself = keys == place[:, None]  # (N, M)
+    scores = query @ key.mT  # (B, H, N, M)
+    scores = scale * torch.where(itself, self_score.to(scores.dtype)[..., None], scores)
+    allowed = torch.ones_like(itself)
+    if is_causal:
+        allowed = keys <= place[:, None]
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        scores = scores + attn_mask
+        allowed = allowed & (attn_mask > -math.inf)
+    elif attn_mask is not None:
+        allowed = allowed & attn_mask
+    weights = torch.softmax(scores.masked_fill(~allowed, -math.inf), -1)
+    weights = torch.where(allowed.any(-1, keepdim=True), weights, 0.0)  # a row without keys is zero, not NaN
+    return torch.dropout(weights, dropout_p, dropout_p > 0) @ value
