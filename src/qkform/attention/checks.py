@@ -40,7 +40,7 @@ def check(
     for name, x in (("key", key), ("value", value), ("self_score", self_score), ("attn_mask", attn_mask)):
         if x is not None and x.device != query.device:
             raise AttentionError(f"{name} is on {x.device}, query on {query.device}; put them on one device")
-    _check_start(query_start, n, m)
+    check_start(query_start, n, m)
 
 
 def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
@@ -79,7 +79,8 @@ def _check_mask(mask: Tensor, full: tuple[int, int, int, int]) -> None:
         )
 
 
-def _check_start(start: int | Tensor | None, n: int, m: int) -> None:
+def check_start(start: int | Tensor | None, n: int, m: int) -> None:
+    """AttentionError for queries that stand beside the keys; a tensor's value is read where it is used."""
     if isinstance(start, Tensor):
         if start.numel() != 1 or start.is_floating_point() or start.dtype == torch.bool:
             raise AttentionError(

@@ -58,10 +58,10 @@ def forward(
     out = torch.empty_like(q) if out is None else out
     if done < n:
         by_group(out, groups)[..., done:, :] = own[..., done:, :]
-    empty = lse == -math.inf
-    if bool(empty.any()):
-        out.masked_fill_(empty[..., None], 0.0)
-        lse.masked_fill_(empty, math.inf)
+    if not bool(lse.isfinite().all()):
+        empty = lse == -math.inf
+        out.masked_fill_(empty[..., None], 0.0).masked_fill_(~(empty | lse.isfinite())[..., None], math.nan)
+        lse.masked_fill_(lse == math.inf, math.nan).masked_fill_(empty, math.inf)
     return out, lse
 
 
@@ -121,7 +121,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[T
         causal=part.causal,
         scale=scale,
     )
-    if part.closable and bool((lse == 0).any()):
+    if part.closable and bool(((lse == 0) | lse.isnan()).any()):
         lse.masked_fill_(closed_rows(part), -math.inf)
     return out, lse
 

@@ -9,6 +9,7 @@ merged with scores from elsewhere.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 import torch
@@ -56,10 +57,17 @@ def _cpu_forward(
     """The mask has 2 or 4 dimensions, is read by its strides (0 or 1 in the last), and may come with causal.
 
     A row without an allowed key gives output 0 and log-sum-exp 0. No keys at all ends the process: never call it so.
+    It takes a row of nothing but NaN for one without keys; such rows get the log-sum-exp NaN here.
     """
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
+    zero = lse == 0
+    if bool(zero.any()):
+        rows = zero.nonzero(as_tuple=True)
+        group = rows[1] // (q.shape[1] // k.shape[1])
+        lost = q[rows].isnan().any(-1) | k.isnan().any(-1).any(-1)[rows[0], group]
+        lse[rows] = torch.where(lost, math.nan, lse[rows])
     return out, lse
 
 
