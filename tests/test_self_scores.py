@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import qkform as qk
+from qkform import scoring
 from qkform.errors import ConfigError
 from qkform.records import ScoreTable
 from tests.conftest import bert_tensors
@@ -22,7 +23,9 @@ def decoupled(rng, *layers):
     return tensors
 
 
-def test_columns_are_of_the_v_of_each_head(write_model):
+@pytest.mark.parametrize("at_once", [scoring.AT_ONCE, 1], ids=["all heads", "head by head"])
+def test_columns_are_of_the_v_of_each_head(at_once, write_model, monkeypatch):
+    monkeypatch.setattr(scoring, "AT_ONCE", at_once)
     tensors = decoupled(np.random.default_rng(0), 0, 1)
     folder = write_model(tensors)
     table = qk.scan(folder)
