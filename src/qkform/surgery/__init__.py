@@ -8,7 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOME: dict[str, str] = {}  # public name -> module
+_HOME: dict[str, str] = {  # public name -> module
+    "decouple_": "qkform.surgery.decouple",
+    "recouple_": "qkform.surgery.decouple",
+}
 
 __all__ = sorted(_HOME)
 
