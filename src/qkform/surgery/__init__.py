@@ -10,6 +10,7 @@ from typing import Any
 
 _HOME: dict[str, str] = {  # public name -> module
     "decouple_": "qkform.surgery.decouple",
+    "from_pretrained": "qkform.surgery.loading",
     "recouple_": "qkform.surgery.decouple",
 }
 
