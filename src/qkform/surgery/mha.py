@@ -20,7 +20,9 @@ from qkform.attention import decoupled_attention, reference
 from qkform.errors import AttentionError, SurgeryError
 from qkform.sites import Site
 
-_NESTED = "nested_before_surgery"  # on an nn.TransformerEncoder: it used nested tensors before a layer was changed
+_NESTED = (
+    "nested_before_surgery"  # on an nn.TransformerEncoder: it used nested tensors before a layer was changed
+)
 
 
 class ChangedMultiheadAttention(nn.MultiheadAttention):  # type: ignore[misc]
@@ -34,7 +36,9 @@ class ChangedMultiheadAttention(nn.MultiheadAttention):  # type: ignore[misc]
     self_score: nn.Module
     site_path: str  # where it was in the model that was changed, for messages
 
-    _qkv_same_embed_dim = property(lambda self: False)  # see the module's docstring; `in_proj_weight` says how it is
+    _qkv_same_embed_dim = property(
+        lambda self: False
+    )  # see the module's docstring; `in_proj_weight` says how it is
 
     def forward(
         self,
@@ -58,7 +62,9 @@ class ChangedMultiheadAttention(nn.MultiheadAttention):  # type: ignore[misc]
         value = x if value is query else self._batch(value)
         q, k, v = self._heads(x, value)  # (B, H, N, d_head); k and v with the extra keys at the end
         if is_causal and attn_mask is None:
-            raise AttentionError(f"{self._name}: is_causal is a hint about attn_mask, which is None; give both")
+            raise AttentionError(
+                f"{self._name}: is_causal is a hint about attn_mask, which is None; give both"
+            )
         extra = k.shape[-2] - q.shape[-2]
         # The hint stands for the mask where nn.MultiheadAttention lets it; with extra keys it would hide them.
         hinted = is_causal and key_padding_mask is None and not need_weights and not extra
@@ -72,7 +78,14 @@ class ChangedMultiheadAttention(nn.MultiheadAttention):  # type: ignore[misc]
             out = weights @ v
         else:
             out = decoupled_attention(
-                q, k, v, score, attn_mask=mask, dropout_p=dropout, is_causal=hinted, query_start=0 if extra else None
+                q,
+                k,
+                v,
+                score,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=hinted,
+                query_start=0 if extra else None,
             )
         out = self.out_proj(out.transpose(1, 2).flatten(2))  # (B, N, d_model)
         if weights is not None and average_attn_weights:
@@ -193,7 +206,9 @@ def check(site: Site) -> None:
     if isinstance(module, ChangedMultiheadAttention):
         raise SurgeryError(f"{site.path} is changed already; undo that first (`recouple_`)")
     if hasattr(module, "parametrizations"):
-        raise SurgeryError(f"{site.path} has parametrized weights; change its attention first, then parametrize")
+        raise SurgeryError(
+            f"{site.path} has parametrized weights; change its attention first, then parametrize"
+        )
     if kind is not nn.MultiheadAttention or "forward" in vars(module):
         raise SurgeryError(
             f"{site.path} is a {kind.__name__} with a forward of its own, which a changed one would replace; "
@@ -215,7 +230,9 @@ def attach(site: Site, score: nn.Module) -> None:
     module = site.module
     shape = (module.num_heads, module.embed_dim)
     if tuple(score.v.shape) != shape:
-        raise SurgeryError(f"the self score of {site.path} has v of shape {tuple(score.v.shape)}; expected {shape}")
+        raise SurgeryError(
+            f"the self score of {site.path} has v of shape {tuple(score.v.shape)}; expected {shape}"
+        )
     module.__class__ = ChangedMultiheadAttention
     module.site_path = site.path
     module.self_score = score
