@@ -19,7 +19,7 @@ class SelfScore(nn.Module):
     """
 
     v: nn.Parameter
-    _held: tuple[Tensor, Tensor | int | None] | None
+    _held: Tensor | None
 
     def __init__(
         self,
@@ -47,12 +47,12 @@ class SelfScore(nn.Module):
         squares = x.square()
         return squares / (squares.mean(-1, keepdim=True) + _TINY) if self.normalise else squares
 
-    def hold(self, score: Tensor, start: Tensor | int | None = None) -> None:
-        """Keep the score of this call, and where among the keys its first token stands, until it is taken."""
-        self._held = (score, start)
+    def hold(self, score: Tensor) -> None:
+        """Keep the score of this call until it is taken."""
+        self._held = score
 
-    def take(self) -> tuple[Tensor, Tensor | int | None] | None:
-        """What is held, which is forgotten; None where nothing is."""
+    def take(self) -> Tensor | None:
+        """The score that is held, which is forgotten; None where there is none."""
         held, self._held = self._held, None
         return held
 
