@@ -207,7 +207,8 @@ def test_a_token_with_nothing_to_attend_to_gets_the_bias_of_the_output() -> None
 
 
 def test_dropout_falls_on_the_weights_that_are_returned() -> None:
-    m, x = attention(dropout=0.4).train(), inputs()
+    with pytest.warns(UserWarning, match="attention dropout 0.4"):
+        m, x = attention(dropout=0.4).train(), inputs()
     out, weights = m(x, x, x, average_attn_weights=False)
     assert bool((weights == 0).any())
     v = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from qkform.attention import decoupled_attention, reference
 from qkform.errors import AttentionError, SurgeryError
 from qkform.sites import Site
 
+Kind = Literal["decoupled", "exclusive", "no-diagonal"]
 _NESTED = (
     "nested_before_surgery"  # on an nn.TransformerEncoder: it used nested tensors before a layer was changed
 )
@@ -33,12 +34,12 @@ class ChangedMultiheadAttention(nn.MultiheadAttention):  # type: ignore[misc]
     With `need_weights` the weights are those of the changed attention.
     """
 
-    self_score: nn.Module
+    kind: Kind
+    self_score: nn.Module  # where the kind is "decoupled"
     site_path: str  # where it was in the model that was changed, for messages
 
-    _qkv_same_embed_dim = property(
-        lambda self: False
-    )  # see the module's docstring; `in_proj_weight` says how it is
+    # Keeps the fast paths away, see the module's docstring; here `in_proj_weight` tells whether it is one weight.
+    _qkv_same_embed_dim = property(lambda self: False)
 
     def forward(
         self,
@@ -69,30 +70,47 @@ class ChangedMultiheadAttention(nn.MultiheadAttention):  # type: ignore[misc]
         # The hint stands for the mask where nn.MultiheadAttention lets it; with extra keys it would hide them.
         hinted = is_causal and key_padding_mask is None and not need_weights and not extra
         mask = self._mask(x, key_padding_mask, None if hinted else attn_mask, extra)
-        score = self.self_score(x)  # (B, H, N)
         dropout = self.dropout if self.training else 0.0
-        weights = None
-        if need_weights:
-            weights = reference.decoupled_weights(q, k, score, attn_mask=mask, query_start=0)
-            weights = torch.dropout(weights, dropout, dropout > 0)
-            out = weights @ v
-        else:
-            out = decoupled_attention(
-                q,
-                k,
-                v,
-                score,
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=hinted,
-                query_start=0 if extra else None,
-            )
+        out, weights = self._attended(
+            x, q, k, v, need_weights, attn_mask=mask, dropout_p=dropout, is_causal=hinted
+        )
         out = self.out_proj(out.transpose(1, 2).flatten(2))  # (B, N, d_model)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:
             return out[0], None if weights is None else weights[0]
         return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _attended(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **given: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The values added up, (B, H, N, d_head), and the weights (B, H, N, N + extra keys) where they are needed."""
+        if self.kind == "exclusive":
+            return self._exclusive(q, k, v, need_weights, **given)
+        if self.kind == "no-diagonal":
+            score = torch.full_like(q[..., 0], -math.inf)
+        else:
+            score = self.self_score(x)  # (B, H, N)
+        if not need_weights:
+            return decoupled_attention(q, k, v, score, query_start=0, **given), None
+        dropout = given.pop("dropout_p")
+        weights = reference.decoupled_weights(q, k, score, query_start=0, **given).to(v.dtype)
+        weights = torch.dropout(weights, dropout, dropout > 0)
+        return weights @ v, weights
+
+    @staticmethod
+    def _exclusive(
+        q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **given: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Exclusive attention changes what is added up, not the weights: those are standard ones, before dropout."""
+        from qkform.attention.exclusive import exclusive_attention
+
+        out = exclusive_attention(q, k, v, query_start=0, **given)
+        if not need_weights:
+            return out, None
+        del given["dropout_p"]
+        own = (q * k[:, :, : q.shape[2]]).sum(-1)
+        return out, reference.decoupled_weights(q, k, own, query_start=0, **given).to(v.dtype)
 
     @property
     def _name(self) -> str:
@@ -222,10 +240,7 @@ def check(site: Site) -> None:
 
 
 def attach(site: Site, score: nn.Module) -> None:
-    """Let the module compute decoupled attention: `score`, (B, N, d_model) -> (B, n_heads, N), is its `self_score`.
-
-    The fast paths of the nn.TransformerEncoderLayer and nn.TransformerEncoder around it are off until `detach`.
-    """
+    """Let the module compute decoupled attention: `score`, (B, N, d_model) -> (B, n_heads, N), is its `self_score`."""
     check(site)
     module = site.module
     shape = (module.num_heads, module.embed_dim)
@@ -233,23 +248,43 @@ def attach(site: Site, score: nn.Module) -> None:
         raise SurgeryError(
             f"the self score of {site.path} has v of shape {tuple(score.v.shape)}; expected {shape}"
         )
-    module.__class__ = ChangedMultiheadAttention
-    module.site_path = site.path
+    switch_on(site, "decoupled")
     module.self_score = score
+
+
+def detach(site: Site) -> None:
+    """Undo `attach`: the module is an nn.MultiheadAttention again, and its self score is gone."""
+    switch_off(site)
+    del site.module.self_score
+
+
+def switch_on(site: Site, kind: Kind) -> None:
+    """The module's attention is from now on of this kind, and its name in messages is that of the site.
+
+    The fast paths of the nn.TransformerEncoderLayer and nn.TransformerEncoder around it are off until `switch_off`.
+    """
+    if kind not in get_args(Kind):
+        raise SurgeryError(f"{kind!r} is no kind of attention; known: {', '.join(get_args(Kind))}")
+    check(site)
+    module = site.module
+    module.__class__ = ChangedMultiheadAttention
+    module.kind = kind
+    module.site_path = site.path
     for encoder in _encoders_around(site):
         if encoder.use_nested_tensor:
             encoder.use_nested_tensor = False
             setattr(encoder, _NESTED, True)
 
 
-def detach(site: Site) -> None:
-    """Undo `attach`: the module is an nn.MultiheadAttention again; taking its `self_score` away is the caller's."""
+def switch_off(site: Site) -> None:
+    """Undo `switch_on`."""
     module = site.module
     if type(module) is not ChangedMultiheadAttention:
         raise SurgeryError(
             f"{site.path} is a {type(module).__name__}; expected an attention that was changed"
-            + (", not parametrized" if hasattr(module, "parametrizations") else "")
+            + (", and whose weights are not parametrized" if hasattr(module, "parametrizations") else "")
         )
+    del module.kind
     del module.site_path
     module.__class__ = nn.MultiheadAttention
     for encoder in _encoders_around(site):
@@ -257,6 +292,11 @@ def detach(site: Site) -> None:
         if not changed and getattr(encoder, _NESTED, False):
             delattr(encoder, _NESTED)
             encoder.use_nested_tensor = True
+
+
+def switched(module: Any) -> str | None:
+    """The kind of attention that a module was switched to; None for a module as torch made it."""
+    return module.kind if isinstance(module, ChangedMultiheadAttention) else None
 
 
 def _encoders_around(site: Site) -> Iterator[Any]:
