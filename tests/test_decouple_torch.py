@@ -490,3 +490,51 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
             again = [value.grad for value in m.parameters()]
         for one, other in zip(plain, again, strict=True):
             close(one, other)
+
+
+# ---- the relatives -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["plain", "both"])
+@pytest.mark.parametrize("relative", ["exclusive", "no-diagonal"])
+def test_relatives_take_the_same_place(kind: str, relative: str) -> None:
+    m = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64, **KINDS[kind])
+    for value in m.parameters():
+        nn.init.normal_(value)
+    (site,) = sites.find(m)
+    x, mask = inputs(), CAUSAL
+    weights = m(x, x, x, PADDING, attn_mask=mask, average_attn_weights=False)[1]
+    before = m(x, x, x, PADDING, attn_mask=mask)
+    mha.switch_on(site, relative)
+    assert mha.switched(m) == relative
+    with pytest.raises(SurgeryError, match="changed already"):
+        mha.switch_on(site, relative)
+    v = (
+        (x @ m.in_proj_weight.chunk(3)[2].T + m.in_proj_bias.chunk(3)[2])
+        .unflatten(-1, (HEADS, -1))
+        .transpose(1, 2)
+    )
+    values = v
+    if kind == "both":
+        extra = m.bias_v.unflatten(-1, (HEADS, -1)).transpose(1, 2).expand(BATCH, -1, -1, -1)
+        values = torch.cat([v, extra, torch.zeros_like(extra)], 2)
+    if relative == "exclusive":
+        y = weights @ values
+        y = y - (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True) * v
+    else:
+        weights = weights.masked_fill(torch.eye(*weights.shape[2:], dtype=torch.bool), 0.0)
+        weights = (weights / weights.sum(-1, keepdim=True)).nan_to_num(0.0)
+        y = weights @ values
+    for need in (True, False):
+        out, seen = m(x, x, x, PADDING, need, mask, average_attn_weights=False)
+        close(out, m.out_proj(y.transpose(1, 2).flatten(2)))
+        if need:
+            close(seen, weights)
+    mha.switch_off(site)
+    assert mha.switched(m) is None
+    for one, other in zip(before, m(x, x, x, PADDING, attn_mask=mask), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(
+        SurgeryError, match="is no kind of attention; known: decoupled, exclusive, no-diagonal"
+    ):
+        mha.switch_on(site, "standard")  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qkform.attention import decoupled_attention, reference
+from qkform.attention import decoupled_attention, exclusive_attention, reference
 from qkform.errors import AttentionError, SurgeryError
 from qkform.sites import Site
 
@@ -103,8 +103,6 @@ class ChangedMultiheadAttention(nn.MultiheadAttention):  # type: ignore[misc]
         q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **given: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Exclusive attention changes what is added up, not the weights: those are standard ones, before dropout."""
-        from qkform.attention.exclusive import exclusive_attention
-
         out = exclusive_attention(q, k, v, query_start=0, **given)
         if not need_weights:
             return out, None
