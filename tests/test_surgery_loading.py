@@ -164,7 +164,15 @@ def test_saved_and_loaded_is_the_same_model(family: str, tmp_path: Path, said: l
     assert said == []
     loaded.save_pretrained(tmp_path / "two", **shard)
     assert {p.name for p in (tmp_path / "one").iterdir()} == {p.name for p in (tmp_path / "two").iterdir()}
+    tensors = [
+        {n: t for f in (tmp_path / each).glob("*.safetensors") for n, t in load_file(f).items()}
+        for each in ("one", "two")
+    ]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
     for file in (tmp_path / "one").iterdir():
+        if shard and ".safetensors" in file.name:
+            continue  # transformers deals its tensors into shards in an order that changes by itself
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
     qk.surgery.recouple_(loaded)
     same(loaded, stock)
@@ -288,14 +296,15 @@ def test_a_model_without_a_record_loads_as_it_is(tmp_path: Path, said: list[str]
     loaded, report = qk.surgery.from_pretrained(
         transformers.AutoModelForMaskedLM, tmp_path, output_loading_info=True, attn_implementation="eager"
     )
-    same(loaded, model)
     assert loaded.config._attn_implementation == "eager"
+    model.set_attn_implementation("eager")
+    same(loaded, model)
     assert not any(report.values())
     assert said == []
 
 
 def test_transformers_alone_loads_a_standard_model_and_says_so(tmp_path: Path, said: list[str]) -> None:
-    """What it does not know it leaves out, with a report; the record stays in the config, and decouple_ asks about it."""
+    """What it does not know it leaves out, with a report; the record stays, and decouple_ asks about it."""
     model = decoupled(bert)
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)
