@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOME: dict[str, str] = {}  # public name -> module
+_HOME: dict[str, str] = {  # public name -> module
+    "symmetrize_": "qkform.surgery.symmetric_init",
+}
 
 __all__ = sorted(_HOME)
 
