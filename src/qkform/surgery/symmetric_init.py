@@ -13,6 +13,7 @@ from qkform import sites
 from qkform.errors import SurgeryError
 from qkform.form.rotary import Rotary
 from qkform.sites import Site
+from qkform.sites.parameters import is_module, unwrapped
 from qkform.surgery import record
 from qkform.surgery.arms import ARMS
 from qkform.surgery.rebuilt import REBUILT
@@ -68,8 +69,7 @@ def symmetrize_(
 
     Raises SurgeryError for a model that cannot take the arm, before anything is written; also where the symmetry
     measured afterwards is not as promised (1e-6, in low precision 64 eps^2; "orthogonal": within 6 standard deviations
-    of 0), and then puts back what it found. Symmetrize before `decouple_` and `param_groups`. A second call replaces
-    the first.
+    of 0), and then puts back what it found. Symmetrize once, before `decouple_` and `param_groups`.
 
     >>> for start in symmetrize_(model, arm="skew"):        # doctest: +SKIP
     ...     print(start.path, start.symmetry, start.norm / start.norm_before)
@@ -80,7 +80,8 @@ def symmetrize_(
         raise SurgeryError(f"no arm {arm!r:.60}; known: {', '.join((*ARMS, *REBUILT))}")
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise SurgeryError(f"seed is {seed!r:.60}; expected a whole number from 0")
-    _check_order(model, arm)
+    model = unwrapped(model) if is_module(model) else model
+    _check_order(model)
     with torch.no_grad():
         chosen, left = _chosen(model)
         plans = [planned(site, arm, seed, number, rotary) for number, site in enumerate(chosen)]
@@ -88,22 +89,21 @@ def symmetrize_(
             for plan in plans:
                 plan.write()
             found = tuple(plan.verified() for plan in plans)
-    record.forget(model, "symmetrize")
     record.note(model, "symmetrize", arm=arm, seed=seed)
     return Starts(found, left)
 
 
-def _check_order(model: Any, arm: str) -> None:
+def _check_order(model: Any) -> None:
     if record.done(model, "decouple") is not None:
         raise SurgeryError(
             "the model is decoupled already, and its self scores were set from the old weights; "
             "symmetrize first: recouple_(model), symmetrize_(model), then decouple_(model)"
         )
     before = record.done(model, "symmetrize")
-    if before is not None and before.get("arm") in REBUILT and arm in ARMS:
+    if before is not None:
         raise SurgeryError(
-            f"the model was given the arm {before['arm']!r}, which replaced the W_Q that {arm!r} starts from; "
-            "build the model again"
+            f"the model was given the arm {before.get('arm')!r} already, so its weights and their norms are no longer "
+            "those of its own init; build the model again"
         )
 
 
