@@ -13,6 +13,7 @@ _HOME: dict[str, str] = {  # public name -> module
     "from_pretrained": "qkform.surgery.loading",
     "recouple_": "qkform.surgery.decouple",
     "set_attention_": "qkform.surgery.set_attention",
+    "symmetrize_": "qkform.surgery.symmetric_init",
 }
 
 __all__ = sorted(_HOME)
