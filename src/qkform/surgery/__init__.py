@@ -8,7 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOME: dict[str, str] = {}  # public name -> module
+_HOME: dict[str, str] = {  # public name -> module
+    "describe_groups": "qkform.surgery.groups",
+    "param_groups": "qkform.surgery.groups",
+    "unsplit_": "qkform.surgery.split",
+}
 
 __all__ = sorted(_HOME)
 
