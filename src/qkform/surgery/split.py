@@ -75,8 +75,10 @@ class Parts(nn.Module):  # type: ignore[misc]
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         return
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        return
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        *_, strict, _missing, unexpected_keys, _errors = args
+        if strict:
+            unexpected_keys.extend(key for key in state_dict if key.startswith(prefix))
 
     def load(self, fused: torch.Tensor, assign: bool) -> None:
         """Take the values of a fused tensor of the right shape; `assign`: its type and device too."""
