@@ -26,7 +26,7 @@ def check(
         raise AttentionError(f"impl is {impl!r}; known: {', '.join(IMPLEMENTATIONS)}")
     if not 0.0 <= dropout_p <= 1.0:
         raise AttentionError(f"dropout_p is {dropout_p}; it is a probability, from 0 to 1")
-    _check_heads(query, key, value, enable_gqa)
+    check_heads(query, key, value, enable_gqa)
     b, h, n, _ = query.shape
     m = key.shape[2]
     if tuple(self_score.shape) != (b, h, n):
@@ -36,14 +36,15 @@ def check(
     if not self_score.is_floating_point():
         raise AttentionError(f"self_score is {_name(self_score.dtype)}; it is a score, of any floating type")
     if attn_mask is not None:
-        _check_mask(attn_mask, (b, h, n, m))
+        check_mask(attn_mask, (b, h, n, m))
     for name, x in (("key", key), ("value", value), ("self_score", self_score), ("attn_mask", attn_mask)):
         if x is not None and x.device != query.device:
             raise AttentionError(f"{name} is on {x.device}, query on {query.device}; put them on one device")
     check_start(query_start, n, m)
 
 
-def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+def check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """Shapes and types of queries, keys and values."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             raise AttentionError(f"{name} has shape {_shape(x)}; expected (B, heads, tokens, features)")
@@ -67,7 +68,8 @@ def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
         )
 
 
-def _check_mask(mask: Tensor, full: tuple[int, int, int, int]) -> None:
+def check_mask(mask: Tensor, full: tuple[int, int, int, int]) -> None:
+    """A mask for scores of shape `full`."""
     fits = mask.dim() <= 4 and all(
         a in (1, b) for a, b in zip(reversed(mask.shape), reversed(full), strict=False)
     )
