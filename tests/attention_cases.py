@@ -74,13 +74,27 @@ def _closed(h: int, n: int, m: int) -> Tensor:
     return torch.zeros(1, 1, 1, 1, dtype=torch.bool)
 
 
+def _holes(h: int, n: int, m: int) -> Tensor:
+    """Keys of the first sequence open one by one; the first two keys of the second are closed, and one later."""
+    mask = torch.ones(B, 1, 1, m, dtype=torch.bool)
+    mask[0, ..., 1::2] = False
+    mask[1, ..., :2] = False
+    mask[1, ..., 3:4] = False
+    return mask
+
+
+def _turned(h: int, n: int, m: int) -> Tensor:
+    """Dense in the queries, not in the keys."""
+    return torch.randn(h, m, n).mT
+
+
 def _columns(h: int, n: int, m: int) -> Tensor:
     """One value for all keys of a query: half of the queries see nothing."""
     return (torch.arange(n) % 2 == 0)[:, None]
 
 
 MASKS = {f.__name__.strip("_"): f for f in (
-    _none, _left, _right, _left_full, _window, _documents, _random, _floats, _bias, _closed, _columns,
+    _none, _left, _right, _left_full, _window, _documents, _random, _floats, _bias, _closed, _columns, _holes, _turned,
 )}  # fmt: skip
 
 
