@@ -124,6 +124,18 @@ def test_one_key_takes_everything_when_the_scores_are_large(largest):
         assert (found.largest - 1).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("mask", ["none", "right padding", "bias"])
+def test_rounding_leaves_the_ranges(mask):
+    """Scores of hundreds in float32: the entropy is a difference of large numbers."""
+    case = Case(n=60, m=60, mask=mask)
+    q, k, _ = case.inputs(dtype=torch.float32)
+    found = qk.attention.attention_statistics(100 * q, k, **case.options())
+    assert (found.entropy == 0).any()
+    assert found.entropy.min() >= 0
+    assert found.effective_keys.min() >= 1
+    assert found.largest.max() <= 1
+
+
 @pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("mask", ["none", "bias"])
 def test_one_number_added_to_all_scores_moves_the_log_sum_exp_alone(mask, largest):
