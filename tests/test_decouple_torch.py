@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import qkform as qk
 from qkform import sites
 from qkform.errors import AttentionError, SurgeryError
-from qkform.surgery import mha
+from qkform.surgery import mha, record
 from qkform.surgery.self_score import SelfScore
 
 BATCH, LENGTH, WIDTH, HEADS = 3, 7, 12, 4
@@ -458,13 +459,12 @@ def test_low_precision_stays_near(dtype: torch.dtype, autocast: bool) -> None:
         assert error < 0.03
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # of torch's own compiler, when it is first imported
-def test_compiled_equals_eager() -> None:
+# of torch's own compiler, when it is first imported
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_equals_eager(backend: str) -> None:
     model, x = decoupled(encoder()).train(), inputs(dtype=torch.float32)
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     for padding in (None, PADDING):
         one, other = (each(x, src_key_padding_mask=padding, is_causal=False) for each in (model, compiled))
         close(one, other, 1e-5)
@@ -473,20 +473,121 @@ def test_compiled_equals_eager() -> None:
             close(mine, theirs, 1e-4)
 
 
-def test_gradient_checkpointing_gives_the_same_gradients() -> None:
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
     m, x = attention(), inputs()
     plain = torch.autograd.grad(m(x, x, x, need_weights=False)[0].square().sum(), list(m.parameters()))
-    for reentrant in (True, False):
-        y = x.clone().requires_grad_()
-        run = torch.utils.checkpoint.checkpoint(
-            lambda t: m(t, t, t, need_weights=False)[0], y, use_reentrant=reentrant
-        )
-        kept = torch.autograd.grad if not reentrant else None
-        if kept:
-            again = kept(run.square().sum(), list(m.parameters()))
-        else:
-            m.zero_grad()
-            run.square().sum().backward()
-            again = [value.grad for value in m.parameters()]
-        for one, other in zip(plain, again, strict=True):
-            close(one, other)
+
+    def run(t: Tensor) -> Tensor:
+        out: Tensor = m(t, t, t, need_weights=False)[0]
+        return out
+
+    out = torch.utils.checkpoint.checkpoint(run, x.clone().requires_grad_(), use_reentrant=reentrant)
+    out.square().sum().backward()
+    for one, value in zip(plain, m.parameters(), strict=True):
+        close(one, value.grad)
+
+
+def test_parametrized_weights() -> None:
+    class Twice(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    m, x = attention(), inputs()
+    parametrize.register_parametrization(m, "in_proj_weight", Twice())
+    close(m(x, x, x)[0], expected(m, x)[0])
+    with pytest.raises(SurgeryError, match="whose weights are not parametrized"):
+        qk.surgery.recouple_(m)
+    close(m(x, x, x)[0], expected(m, x)[0])
+    parametrize.remove_parametrizations(m, "in_proj_weight")
+    close(m(x, x, x)[0], expected(m, x)[0])
+    qk.surgery.recouple_(m)
+    parametrize.register_parametrization(m, "in_proj_weight", Twice())
+    with pytest.raises(SurgeryError, match="change its attention first, then parametrize"):
+        qk.surgery.decouple_(m)
+
+
+def test_an_encoder_and_a_decoder() -> None:
+    with pytest.warns(UserWarning, match="norm_first was True"):
+        model = nn.Transformer(WIDTH, HEADS, 1, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
+    stock, model = copy.deepcopy(model), decoupled(model)
+    assert sorted(n for n in model.state_dict() if n not in stock.state_dict()) == [
+        "decoder.layers.0.self_attn.self_score.v",
+        "decoder.layers.1.self_attn.self_score.v",
+        "encoder.layers.0.self_attn.self_score.v",
+    ]
+    x, y = inputs(dtype=torch.float32), inputs(5, dtype=torch.float32)
+    causal = torch.zeros(5, 5).masked_fill(CAUSAL[:5, :5], -math.inf)
+    masks = {"src_key_padding_mask": PADDING, "memory_key_padding_mask": PADDING, "tgt_mask": causal}
+    trained = model(x, y, **masks)
+    with torch.inference_mode():
+        close(model.eval()(x, y, **masks), trained, 1e-5)
+        assert not torch.allclose(stock.eval()(x, y, **masks), trained, atol=1e-2)
+    for gradient in torch.autograd.grad(trained.sum(), list(model.parameters())):
+        assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_fit_is_the_regression_of_the_old_self_scores(batch_first: bool) -> None:
+    model, x = layer(dtype=torch.float64, batch_first=batch_first, norm_first=True), inputs()
+    nn.init.normal_(model.self_attn.in_proj_bias)
+    stock, m = copy.deepcopy(model), model.self_attn
+    batch = {"src": x if batch_first else x.transpose(0, 1), "src_key_padding_mask": PADDING}
+    qk.surgery.decouple_(model, init="fit", batch=batch)
+    seen = model.norm1(x)[~PADDING]  # (tokens, d)
+    q, k, _ = (seen @ m.in_proj_weight.T + m.in_proj_bias).unflatten(-1, (3, HEADS, -1)).unbind(1)
+    squares, own = seen.square(), (q * k).sum(-1)  # (tokens, d), (tokens, H)
+    normal = squares.T @ squares
+    normal += 1e-4 * normal.diagonal().mean() * torch.eye(WIDTH, dtype=torch.float64)
+    close(m.self_score.v, torch.linalg.solve(normal, squares.T @ own).T, 1e-9)
+    assert len(record.done(model, "decouple")["r2"][0]) == HEADS
+    qk.surgery.recouple_(model)
+    assert vars(m).keys() == vars(stock.self_attn).keys()
+
+
+# ---- the relatives -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["plain", "both"])
+@pytest.mark.parametrize("relative", ["exclusive", "no-diagonal"])
+def test_relatives_take_the_same_place(kind: str, relative: str) -> None:
+    m = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64, **KINDS[kind])
+    for value in m.parameters():
+        nn.init.normal_(value)
+    (site,) = sites.find(m)
+    x, mask = inputs(), CAUSAL
+    weights = m(x, x, x, PADDING, attn_mask=mask, average_attn_weights=False)[1]
+    before = m(x, x, x, PADDING, attn_mask=mask)
+    mha.switch_on(site, relative)
+    assert mha.switched(m) == relative
+    with pytest.raises(SurgeryError, match="changed already"):
+        mha.switch_on(site, relative)
+    v = (
+        (x @ m.in_proj_weight.chunk(3)[2].T + m.in_proj_bias.chunk(3)[2])
+        .unflatten(-1, (HEADS, -1))
+        .transpose(1, 2)
+    )
+    values = v
+    if kind == "both":
+        extra = m.bias_v.unflatten(-1, (HEADS, -1)).transpose(1, 2).expand(BATCH, -1, -1, -1)
+        values = torch.cat([v, extra, torch.zeros_like(extra)], 2)
+    if relative == "exclusive":
+        y = weights @ values
+        y = y - (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True) * v
+    else:
+        weights = weights.masked_fill(torch.eye(*weights.shape[2:], dtype=torch.bool), 0.0)
+        weights = (weights / weights.sum(-1, keepdim=True)).nan_to_num(0.0)
+        y = weights @ values
+    for need in (True, False):
+        out, seen = m(x, x, x, PADDING, need, mask, average_attn_weights=False)
+        close(out, m.out_proj(y.transpose(1, 2).flatten(2)))
+        if need:
+            close(seen, weights)
+    mha.switch_off(site)
+    assert mha.switched(m) is None
+    for one, other in zip(before, m(x, x, x, PADDING, attn_mask=mask), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(
+        SurgeryError, match="is no kind of attention; known: decoupled, exclusive, no-diagonal"
+    ):
+        mha.switch_on(site, "standard")  # type: ignore[arg-type]

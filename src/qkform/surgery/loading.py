@@ -109,7 +109,9 @@ class _Restored:
                 for name, (filed, live) in sorted(wrong.items())
             ]
             raise CheckpointError(f"shapes do not fit the config: {_some(said)}")
-        strange = sorted(name for name in report["unexpected_keys"] if name.endswith("self_score.v"))
+        has = {path for path, _ in model.named_modules()}
+        unread = (name for name in report["unexpected_keys"] if name.endswith(".self_score.v"))
+        strange = sorted(name for name in unread if name.removesuffix(".self_score.v") in has)
         if strange:
             raise CheckpointError(
                 f"the files have {_some(strange)}, and config.qkform records no attention that would use it; put the "
@@ -141,17 +143,47 @@ class _Mapping:
 
 
 def restore(model: Any) -> None:
-    """Build into a model of stock structure what its record of surgery describes; values come from elsewhere."""
-    for change in record.changes(model):
+    """Build into a model of stock structure what its record of surgery describes; values come from elsewhere.
+
+    The record is brought to this class of model: with another head, or none, its modules have other paths, and those
+    of a part that it does not have are gone.
+    """
+    changes = record.changes(model)
+    for change in changes:
         name = change.get("change")
         if name not in _HOME:
             raise SurgeryError(
                 f"the model's record of surgery has the change {name!r:.80}; known: {', '.join(sorted(_HOME))}; "
                 "upgrade qkform"
             )
-        home = _HOME[name]
+    changes = [_moved(model, change) for change in changes]
+    for change in changes:
+        record.forget(model, change["change"])
+    for change in changes:
+        record.note(model, **change)
+        home = _HOME[change["change"]]
         if home is not None:
             importlib.import_module(home).restore(model, change)
+
+
+def _moved(model: Any, change: dict[str, Any]) -> dict[str, Any]:
+    """A change with the paths, and what runs along them, that this model has; as it was where it has none of them."""
+    sites = change.get("sites")
+    if not isinstance(sites, list):
+        return change
+    has = {path for path, _ in model.named_modules()}
+    prefix = f"{model.base_model_prefix}."
+    places = [
+        next((path for path in (site, f"{prefix}{site}", site.removeprefix(prefix)) if path in has), None)
+        for site in map(str, sites)
+    ]
+    kept = [i for i, place in enumerate(places) if place is not None]
+    if not kept:
+        return change
+    along = {
+        k: [v[i] for i in kept] for k, v in change.items() if isinstance(v, list) and len(v) == len(sites)
+    }
+    return {**change, **along, "sites": [places[i] for i in kept]}
 
 
 def _some(things: list[str], most: int = 3) -> str:

@@ -9,17 +9,18 @@ away from it, that its projections cannot be read as one (`_qkv_same_embed_dim`)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qkform.attention import decoupled_attention, reference
+from qkform.attention import decoupled_attention, exclusive_attention, reference
 from qkform.errors import AttentionError, SurgeryError
 from qkform.sites import Site
 
+Observer = Callable[[Tensor, Tensor, Tensor | None, float | None], None]
 Kind = Literal["decoupled", "exclusive", "no-diagonal"]
 _NESTED = (
     "nested_before_surgery"  # on an nn.TransformerEncoder: it used nested tensors before a layer was changed
@@ -37,6 +38,9 @@ class ChangedMultiheadAttention(nn.MultiheadAttention):  # type: ignore[misc]
     kind: Kind
     self_score: nn.Module  # where the kind is "decoupled"
     site_path: str  # where it was in the model that was changed, for messages
+    observe: Observer | None = (
+        None  # is shown every call: queries, keys of the tokens, mask, scale (None: 1/sqrt(d_head))
+    )
 
     # Keeps the fast paths away, see the module's docstring; here `in_proj_weight` tells whether it is one weight.
     _qkv_same_embed_dim = property(lambda self: False)
@@ -91,6 +95,9 @@ class ChangedMultiheadAttention(nn.MultiheadAttention):  # type: ignore[misc]
             score = torch.full_like(q[..., 0], -math.inf)
         else:
             score = self.self_score(x)  # (B, H, N)
+        if self.observe is not None:
+            mask, n = given["attn_mask"], q.shape[2]
+            self.observe(q, k[:, :, :n], None if mask is None else mask.expand(*mask.shape[:2], n, -1), None)
         if not need_weights:
             return decoupled_attention(q, k, v, score, query_start=0, **given), None
         dropout = given.pop("dropout_p")
@@ -103,8 +110,6 @@ class ChangedMultiheadAttention(nn.MultiheadAttention):  # type: ignore[misc]
         q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **given: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Exclusive attention changes what is added up, not the weights: those are standard ones, before dropout."""
-        from qkform.attention.exclusive import exclusive_attention
-
         out = exclusive_attention(q, k, v, query_start=0, **given)
         if not need_weights:
             return out, None
@@ -284,6 +289,7 @@ def switch_off(site: Site) -> None:
             f"{site.path} is a {type(module).__name__}; expected an attention that was changed"
             + (", and whose weights are not parametrized" if hasattr(module, "parametrizations") else "")
         )
+    vars(module).pop("observe", None)
     del module.kind
     del module.site_path
     module.__class__ = nn.MultiheadAttention

@@ -88,22 +88,19 @@ class _Sums:
         self.tokens = 0
         self.x: Tensor | None = None
         self.handle: Any = None
+        torch_one = isinstance(site.module, nn.MultiheadAttention)
+        self.seen = site.module if torch_one else getattr(site.module, SWITCH)  # what shows its calls
 
     def start(self) -> None:
-        if isinstance(self.site.module, nn.MultiheadAttention):
-            raise SurgeryError(
-                f'{self.site.path}: init="fit" reads Hugging Face models; start an nn.MultiheadAttention with '
-                'init="diagonal"'
-            )
         self.handle = self.score.register_forward_pre_hook(self._see)
-        getattr(self.site.module, SWITCH).observe = self._add
+        self.seen.observe = self._add
 
     def stop(self) -> None:
         self.x = None
         if self.handle is not None:
             self.handle.remove()
             self.score.take()
-            getattr(self.site.module, SWITCH).observe = None
+            self.seen.observe = None
 
     def _see(self, score: SelfScore, args: tuple[Any, ...]) -> None:
         self.x = args[0]
