@@ -12,6 +12,7 @@ _HOME: dict[str, str] = {  # public name -> module
     "decouple_": "qkform.surgery.decouple",
     "from_pretrained": "qkform.surgery.loading",
     "recouple_": "qkform.surgery.decouple",
+    "set_attention_": "qkform.surgery.set_attention",
 }
 
 __all__ = sorted(_HOME)

@@ -33,10 +33,11 @@ def decouple_(
     device of their query weights. A rotation leaves s_ii alone, a bias of position is still added to it, masks win over
     it. Models with norms on queries and keys use x / rms(x). Cross-attention is left as it is.
 
-    init    "diagonal": diag(W_Q W_K^T), the least-squares start for independent features; where Q = K at the start, the
-            one that keeps the self scores' mean. "zero": 0, which does so where they are independent. "spread": noise
-            that lets self scores differ between tokens as much as before. "fit": ridge regression of the old self scores
-            on x^2 over `batch`, the keyword arguments of one call of the model: for a trained one. The record has its R^2.
+    init    "diagonal": diag(W_Q W_K^T), the least-squares start for independent features; where Q = K at the start,
+            the one that keeps the self scores' mean. "zero": 0, which does so where they are independent.
+            "spread": noise that lets self scores differ between tokens as much as before.
+            "fit": ridge regression of the old self scores on x^2 over `batch`, the keyword arguments of one call of
+            the model: for a trained one. The record has its R^2 per head.
     seed    of the noise
 
     The change is recorded in `model.config.qkform` (see `record`). SurgeryError, with the model as it was: no attention
@@ -112,7 +113,8 @@ def self_sites(model: Any) -> list[Site]:
         )
     seen = "".join(f"; {each['module']}: {each['reason']}" for each in found.skipped[:3])
     raise SurgeryError(
-        f"no attention was found in {name}{seen}; give a transformers model, or a module that holds nn.MultiheadAttention"
+        f"no attention was found in {name}{seen}; "
+        "give a transformers model, or a module that holds nn.MultiheadAttention"
     )
 
 
@@ -192,8 +194,8 @@ def _warn_of_dropout(found: Sequence[Site]) -> None:
             rate = getattr(rate, "p", rate)
             if isinstance(rate, float) and rate > 0:
                 warnings.warn(
-                    f"{site.path} has attention dropout {rate}: in training its calls take the reference, slower and with "
-                    "memory that grows with the square of the length; set the dropout to 0 for the fast path",
+                    f"{site.path} has attention dropout {rate}: in training its calls take the reference, slower "
+                    "and with memory that grows with the square of the length; set it to 0 for the fast path",
                     UserWarning,
                     stacklevel=3,
                 )

@@ -95,7 +95,8 @@ def _read(projection: nn.Module, args: tuple[Any, ...]) -> None:
     x = args[0]
     if x.ndim != 3:
         raise SurgeryError(
-            f"a decoupled attention projects a {x.ndim}-dimensional input, {tuple(x.shape)}; expected (batch, tokens, d_model)"
+            f"the queries of a decoupled attention come from an input of {tuple(x.shape)}; "
+            "expected (batch, tokens, d_model)"
         )
     score.hold(score(x))
 
@@ -111,8 +112,8 @@ def _end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     score = getattr(module, "self_score", None)
     if score is not None and score.take() is not None and output is not None:
         raise SurgeryError(
-            f"a {type(module).__name__} is decoupled and computed standard attention: its config names the attention "
-            f"implementation {module.config._attn_implementation!r}, expected {NAME!r}; recouple_ the model, then change it"
+            f"a {type(module).__name__} is decoupled and computed standard attention: its config names the "
+            f"implementation {module.config._attn_implementation!r}; expected {NAME!r}; recouple_ before changing it"
         )
 
 
@@ -133,7 +134,8 @@ def _start(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     seen = (
         cache.get_query_offset(layer) if hasattr(cache, "get_query_offset") else cache.get_seq_length(layer)
     )
-    return seen - first  # type: ignore[no-any-return]  # a new tensor: the cache's own counts on during the call
+    place: Tensor | int = seen - first  # a new tensor: the cache's own counts on during the call
+    return place
 
 
 def _unhook(hooks: Any, function: Any, *marks: Any) -> None:
@@ -156,13 +158,13 @@ def _problem(site: Site) -> str | None:
         )
     if not hasattr(getattr(module, "config", None), "_attn_implementation") or not _uses_interface(module):
         return (
-            f"a {kind} does not call its attention through transformers' AttentionInterface, so that its scores cannot be "
-            "changed; decouple the part of the model that does, or use nn.MultiheadAttention"
+            f"a {kind} does not call its attention through transformers' AttentionInterface, so that its scores "
+            "cannot be changed; change the part of the model that does, or use nn.MultiheadAttention"
         )
     if getattr(module, "attn_logit_softcapping", None) is not None:
         return f"a {kind} caps its scores (attn_logit_softcapping); set it to None in the config first"
     names = set(_names(module))
-    for name in interface.CAPPED[1:]:
+    for name in interface.SINKS:
         if name in names:
             return (
                 f"a {kind} has attention sinks ({name!r}), a key of no token; no attention of qkform has them"
@@ -173,7 +175,7 @@ def _problem(site: Site) -> str | None:
         )
     at = site.shares["w_q"].at
     if at.index is not None or at.owner is module or not isinstance(at.owner, nn.Module):
-        return f"the queries of a {kind} come from no projection module of their own; decouple another part of the model"
+        return f"the queries of a {kind} come from no projection module of their own; change another part of the model"
     return None
 
 

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qkform.attention import decoupled_attention
+from qkform.attention import decoupled_attention, exclusive_attention, no_diagonal_attention
 from qkform.errors import SurgeryError
 
 NAME = "qkform"
 SWITCH = "qkform_attention"  # the attribute of an attention module that holds its Switch
-CAPPED = ("softcap", "s_aux", "sinks")  # arguments that change the scores in ways that no function here knows
+SINKS = ("s_aux", "sinks")
+UNKNOWN = (
+    "softcap",
+    *SINKS,
+    "indices",
+    "block_indices",
+)  # arguments that change scores as no function here does
 
 
 class Switch:
@@ -70,21 +77,27 @@ def attention(
     The weights (B, H, N, M), without dropout, are computed only for output_attentions=True.
     """
     switch = getattr(module, SWITCH, None)
+    kind = "standard" if switch is None else switch.kind
     if switch is not None and switch.observe is not None:
         switch.observe(query, key, attention_mask, scaling)
-    kind = "standard" if switch is None or switch.observe is not None else switch.kind
-    if kind == "standard":
-        compute = _standard(module, query, key, attention_mask, scaling, is_causal, position_bias, others)
-    else:
-        _refuse_capped(module, others)
+        kind = "standard"
+    standard = partial(
+        _standard, module, query, key, attention_mask, scaling, is_causal, position_bias, others
+    )
+    compute: Callable[..., Tensor] = standard
+    if kind != "standard":
+        _refuse_unknown(module, others)
         _refuse_mask(module, attention_mask)
         compute = _changed(module, kind, query, key, attention_mask, scaling, is_causal, position_bias)
     out = compute(value, dropout).transpose(1, 2).contiguous()  # (B, N, H, D)
-    if others.get("output_attentions") or getattr(module.config, "output_attentions", False):
-        keys = key.shape[2]
-        one = torch.eye(keys, dtype=value.dtype, device=value.device).expand(*key.shape[:2], keys, keys)
-        return out, compute(one, 0.0)  # with the unit vectors as values, the weights come out
-    return out, None
+    if not (others.get("output_attentions") or getattr(module.config, "output_attentions", False)):
+        return out, None
+    keys = key.shape[2]
+    units = torch.eye(keys, dtype=value.dtype, device=value.device).expand(*key.shape[:2], keys, keys)
+    weights = (
+        standard if kind == "exclusive" else compute
+    )  # exclusive attention changes what the weights bring
+    return out, weights(units, 0.0)  # (B, H, N, M): with the unit vectors as values, the weights come out
 
 
 def _standard(
@@ -96,18 +109,19 @@ def _standard(
     is_causal: bool | None,
     position_bias: Tensor | None,
     others: dict[str, Any],
-) -> Callable[[Tensor, float], Tensor]:
+    value: Tensor,
+    dropout: float,
+) -> Tensor:
+    """(B, H, N, D_v) of what transformers itself would compute."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    rest = {name: given for name, given in others.items() if name != "output_attentions"}
-
-    def compute(value: Tensor, dropout: float) -> Tensor:
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, mask, dropout, scaling, is_causal, position_bias=position_bias, **rest
-        )
-        return out.transpose(1, 2)
-
-    return compute
+    given = {name: each for name, each in others.items() if name != "output_attentions"}
+    if position_bias is not None:
+        given["position_bias"] = position_bias
+    out, _ = sdpa_attention_forward(
+        module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **given
+    )
+    return out.transpose(1, 2)
 
 
 def _changed(
@@ -120,12 +134,13 @@ def _changed(
     is_causal: bool | None,
     position_bias: Tensor | None,
 ) -> Callable[[Tensor, float], Tensor]:
+    """A changed attention of these queries and keys: (value, dropout) -> (B, H, N, D_v)."""
     n, m = query.shape[2], key.shape[2]
     start = getattr(module, SWITCH).start
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and mask is None and n > 1
     used = m
-    if causal and m > n and start is not None:
+    if causal and start is not None:
         # A cache of fixed size that is filled for the first time: transformers leaves the mask out for n queries
         # over m keys only where the queries are the first n of them. See sdpa_attention_forward.
         used, start = n, None
@@ -133,29 +148,23 @@ def _changed(
         position_bias = None if position_bias is None else position_bias[..., :n]
     if position_bias is not None:
         mask = _with_bias(position_bias, mask)
-    score = None
     if kind == "decoupled":
-        score = _own_score(module, query, scaling)
+        function = partial(decoupled_attention, self_score=_own_score(module, query, scaling))
+    else:
+        function = partial(exclusive_attention if kind == "exclusive" else no_diagonal_attention)
 
     def compute(value: Tensor, dropout: float) -> Tensor:
-        value = value[:, :, :used]
-        given: dict[str, Any] = {
-            "attn_mask": mask,
-            "dropout_p": dropout,
-            "is_causal": causal,
-            "scale": scaling,
-            "enable_gqa": True,
-            "query_start": start,
-        }
-        if kind == "decoupled":
-            return decoupled_attention(query, key, value, score, **given)
-        if kind == "exclusive":
-            from qkform.attention import exclusive_attention
-
-            return exclusive_attention(query, key, value, **given)
-        from qkform.attention import no_diagonal_attention
-
-        return no_diagonal_attention(query, key, value, **given)
+        return function(
+            query,
+            key,
+            value[:, :, :used],
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=causal,
+            scale=scaling,
+            enable_gqa=True,
+            query_start=start,
+        )
 
     return compute
 
@@ -179,7 +188,7 @@ def _own_score(module: Any, query: Tensor, scaling: float | None) -> Tensor:
 
 
 def prescale(module: Any, scaling: float | None) -> float | None:
-    """What the module has multiplied its queries with: Whisper and OPT apply their scale themselves, and hand over 1."""
+    """What the module has multiplied its queries with: Whisper and OPT scale them, and hand over the scale 1."""
     own = getattr(module, "scaling", None)
     if scaling == 1.0 and isinstance(own, float) and own != 1.0:
         return own
@@ -195,8 +204,8 @@ def _with_bias(position_bias: Tensor, mask: Tensor | None) -> Tensor:
     return position_bias + mask
 
 
-def _refuse_capped(module: Any, others: dict[str, Any]) -> None:
-    for name in CAPPED:
+def _refuse_unknown(module: Any, others: dict[str, Any]) -> None:
+    for name in UNKNOWN:
         if others.get(name) is not None:
             raise SurgeryError(
                 f"a {type(module).__name__} changes its scores by {name!r}, which surgery does not know"

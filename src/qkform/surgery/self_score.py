@@ -8,7 +8,7 @@ from torch import Tensor, nn
 _TINY = 1e-12  # under the mean square, so that a token of zeros scores 0
 
 
-class SelfScore(nn.Module):
+class SelfScore(nn.Module):  # type: ignore[misc]
     """`sum_k v_hk x_k^2`: what `decouple_` puts in the place of `q . k` where a token meets itself.
 
     It is registered as `self_score` on the attention module, so that its parameter is `...self_score.v` in every state
