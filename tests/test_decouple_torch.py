@@ -591,3 +591,20 @@ def test_relatives_take_the_same_place(kind: str, relative: str) -> None:
         SurgeryError, match="is no kind of attention; known: decoupled, exclusive, no-diagonal"
     ):
         mha.switch_on(site, "standard")  # type: ignore[arg-type]
+
+
+def test_set_attention_in_a_stack() -> None:
+    model, x = encoder().eval(), inputs(dtype=torch.float32)
+    stock = copy.deepcopy(model)
+    qk.surgery.set_attention_(model, "no-diagonal")
+    assert not model.use_nested_tensor
+    with torch.no_grad():
+        out = model(x, src_key_padding_mask=PADDING)
+        close(model.train()(x, src_key_padding_mask=PADDING), out, 1e-5)
+        mask = torch.eye(LENGTH, dtype=torch.bool)
+        close(stock.train()(x, mask=mask), model(x), 1e-5)
+        assert not torch.allclose(stock(x), model(x), atol=1e-2)
+    qk.surgery.set_attention_(model, "standard")
+    assert model.use_nested_tensor
+    assert type(model.layers[0].self_attn) is nn.MultiheadAttention
+    assert torch.equal(model(x), stock(x))

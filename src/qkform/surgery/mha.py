@@ -289,7 +289,8 @@ def switch_off(site: Site) -> None:
             f"{site.path} is a {type(module).__name__}; expected an attention that was changed"
             + (", and whose weights are not parametrized" if hasattr(module, "parametrizations") else "")
         )
-    vars(module).pop("observe", None)
+    if "observe" in vars(module):
+        del module.observe
     del module.kind
     del module.site_path
     module.__class__ = nn.MultiheadAttention
