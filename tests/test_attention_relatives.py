@@ -334,6 +334,20 @@ def test_no_diagonal_is_the_limit_of_the_decoupled_score():
     assert (no_diagonal(Case())(q, k, v) - limit).abs().max() < 1e-15
 
 
+@pytest.mark.parametrize("causal", BOTH)
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+def test_no_diagonal_takes_any_scale(scale, causal):
+    """The fused kernels mask before they scale, and the self score is scaled: 0 times -inf, or +inf."""
+    agree(
+        lambda q, k, v: qk.attention.no_diagonal_attention(q, k, v, is_causal=causal, scale=scale),
+        lambda q, k, v: no_diagonal_reference(q, k, v, is_causal=causal, scale=scale),
+        Case().inputs(),
+    )
+    q, k, v = Case().inputs()
+    with pytest.raises(AttentionError, match="scale"):
+        qk.attention.no_diagonal_attention(q, k, v, is_causal=causal, scale=scale, impl="flash")
+
+
 # ---- both -----------------------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,8 @@ def check(
     if not 0.0 <= dropout_p <= 1.0:
         raise AttentionError(f"dropout_p is {dropout_p}; it is a probability, from 0 to 1")
     check_heads(query, key, value, enable_gqa)
-    b, h, n, m = *query.shape[:3], key.shape[2]
+    b, h, n, _ = query.shape
+    m = key.shape[2]
     if tuple(self_score.shape) != (b, h, n):
         raise AttentionError(
             f"self_score has shape {_shape(self_score)}; query {_shape(query)} wants (B, H, N) = {(b, h, n)}"
@@ -76,7 +77,7 @@ def check_mask(mask: Tensor, full: tuple[int, int, int, int]) -> None:
         raise AttentionError(f"attn_mask has shape {_shape(mask)}; it broadcasts to (B, H, N, M) = {full}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise AttentionError(
-            f"attn_mask is {_name(mask.dtype)}; it is bool (True where a key is open) or of a floating type, to be added"
+            f"attn_mask is {_name(mask.dtype)}; it is bool (True: open) or of a floating type, to be added"
         )
 
 

@@ -57,6 +57,8 @@ def decoupled_attention(
     reason = (
         None if impl == "reference" else why_not_flash(query, key, value, self_score, attn_mask, dropout_p)
     )
+    if reason is None and scale <= 0:  # -inf times 0 is NaN, and turned around it is +inf
+        reason = f"scale is {scale}, and fused kernels mask before they scale"
     if impl == "flash" and reason is not None:
         raise AttentionError(f"impl='flash' cannot be used: {reason}; impl='reference' and 'auto' can")
     if impl == "reference" or reason is not None:

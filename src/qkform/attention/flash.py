@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from qkform.attention.fused import KERNELS
-from qkform.attention.parts import Part, as_floats, empty_rows, parts
+from qkform.attention.parts import Part, as_floats, closed_rows, parts
+from qkform.attention.reference import score_type
 
 
 def forward(
@@ -30,30 +31,33 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, D) and log-sum-exp (B, H, N), +inf where a row has no key at all; D_v = D."""
     n, groups = q.shape[2], k.shape[1]
-    q, k, v = (_dense(x) for x in (q, k, v))
+    q, k, v = dense(q), dense(k), dense(v)
     mask = as_floats(mask, q)
     lse = _self_scores(self_score, q, k, mask, scale, start)
-    out = empty_like_heads(q)
-    if out.numel() == 0:
-        return out, lse
-    own, split = _by_group(v[:, :, start : start + n], groups), _by_group(out, groups)
-    done = 0  # rows of `out` that hold a value
-    for part in parts(q, k, mask, causal, start):
+    own = by_group(v[:, :, start : start + n], groups)
+    out, done = None, 0  # rows before `done` hold a value
+    for part in parts(q, k, mask, causal, start) if lse.numel() else ():
         o, other = _fused(q, k, v, part, scale)
-        (a, b), before = part.rows, lse[..., part.rows[0] : part.rows[1]]
-        weight = torch.sigmoid(other - before).masked_fill_(other == -math.inf, 0.0).to(q.dtype)
+        a, b = part.rows
+        before = lse[..., a:b]
+        weight = torch.sigmoid(other - before).masked_fill_(other == -math.inf, 0.0)
         before.copy_(torch.logaddexp(before, other))
+        if out is None:
+            out = o if b - a == n else torch.empty_like(q)
+        split = by_group(out, groups)
         base = own if a >= done else split
         torch.lerp(
             base[..., a:b, :],
-            _by_group(o, groups),
-            _by_group(weight, groups)[..., None],
+            by_group(o, groups),
+            by_group(weight.to(q.dtype), groups)[..., None],
             out=split[..., a:b, :],
         )
         if a >= done:
             split[..., done:a, :] = own[..., done:a, :]
             done = b
-    split[..., done:, :] = own[..., done:, :]
+    out = torch.empty_like(q) if out is None else out
+    if done < n:
+        by_group(out, groups)[..., done:, :] = own[..., done:, :]
     empty = lse == -math.inf
     if bool(empty.any()):
         out.masked_fill_(empty[..., None], 0.0)
@@ -74,70 +78,114 @@ def backward(
     scale: float,
     start: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and self_score."""
-    n, groups = q.shape[2], k.shape[1]
-    grad, q, k, v = (_dense(x) for x in (grad, q, k, v))
+    """Gradients of q, k, v and self_score, the first three laid out as those of the fused kernels."""
+    n = q.shape[2]
+    grad, q, k, v = dense(grad), dense(q), dense(k), dense(v)
     mask = as_floats(mask, q)
     p = torch.exp(_self_scores(self_score, q, k, mask, scale, start) - lse)
-    own, split = _by_group(v[:, :, start : start + n], groups), _by_group(grad, groups)
-    slope = (split * (own - _by_group(out, groups))).sum(-1).flatten(1, 2)
-    grad_self = (scale * p * slope).to(self_score.dtype)
-    gq, gk, gv = (torch.zeros_like(x) for x in (q, k, v))
+    own = v[:, :, start : start + n]
+    grad_self = (scale * p * _slopes(grad, own, out)).to(self_score.dtype)
     kernel = KERNELS[q.device.type]
-    for part in parts(q, k, mask, causal, start):
+    totals: list[Tensor | None] = [None, None, None]
+    for part in parts(q, k, mask, causal, start) if lse.numel() else ():
         rows, keys = slice(*part.rows), slice(*part.keys)
-        dq, dk, dv = kernel.backward(
+        k_part, v_part = _keys(k, part), _keys(v, part)
+        found = kernel.backward(
             grad[:, :, rows],
             q[:, :, rows],
-            k[:, :, keys],
-            v[:, :, keys],
+            k_part,
+            v_part,
             out[:, :, rows],
             lse[:, :, rows],
             mask=part.mask,
             causal=part.causal,
             scale=scale,
         )
-        gq[:, :, rows] += dq
-        gk[:, :, keys] += dk
-        gv[:, :, keys] += dv
-    gv[:, :, start : start + n] += (split * _by_group(p, groups)[..., None].to(grad.dtype)).sum(2)
+        for i, (x, place) in enumerate(zip((q, k, v), (rows, keys, keys), strict=True)):
+            piece = found[i].flip(2) if part.reverse and i > 0 else found[i]
+            totals[i] = _gathered(totals[i], piece, place, x)
+    gq, gk, gv = (
+        empty_as_gradient(x).zero_() if g is None else g for g, x in zip(totals, (q, k, v), strict=True)
+    )
+    _add_self(gv[:, :, start : start + n], p, grad)
     return gq, gk, gv, grad_self
-
-
-def empty_like_heads(q: Tensor) -> Tensor:
-    """Room for an output (B, H, N, D), laid out as scaled_dot_product_attention does: (B, N, H, D) in memory."""
-    b, h, n, d = q.shape
-    return q.new_empty(b, n, h, d).transpose(1, 2)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of one part; a row without open keys is 0 and -inf."""
-    rows, keys = slice(*part.rows), slice(*part.keys)
-    kernel = KERNELS[q.device.type]
-    out, lse = kernel.forward(
-        q[:, :, rows], k[:, :, keys], v[:, :, keys], mask=part.mask, causal=part.causal, scale=scale
+    out, lse = KERNELS[q.device.type].forward(
+        q[:, :, slice(*part.rows)],
+        _keys(k, part),
+        _keys(v, part),
+        mask=part.mask,
+        causal=part.causal,
+        scale=scale,
     )
-    if part.mask is not None and bool((lse == 0).any()):
-        lse.masked_fill_(empty_rows(part), -math.inf)
+    if part.closable and bool((lse == 0).any()):
+        lse.masked_fill_(closed_rows(part), -math.inf)
     return out, lse
+
+
+def _keys(x: Tensor, part: Part) -> Tensor:
+    x = x[:, :, slice(*part.keys)]
+    return x.flip(2) if part.reverse else x
 
 
 def _self_scores(
     self_score: Tensor, q: Tensor, k: Tensor, mask: Tensor | None, scale: float, start: int
 ) -> Tensor:
     """scale * self_score and what the mask adds to it, (B, H, N)."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores = self_score.to(wide) * scale
+    scores = self_score.to(score_type(q)) * scale
     if mask is not None:
-        scores = scores + mask.expand(-1, -1, q.shape[2], k.shape[2]).diagonal(start, -2, -1)
+        scores += mask.expand(-1, -1, q.shape[2], k.shape[2]).diagonal(start, -2, -1)
     return scores
 
 
-def _by_group(x: Tensor, groups: int) -> Tensor:
-    """(B, H, ...) as (B, groups, H // groups, ...), (B, groups, ...) as (B, groups, 1, ...)."""
+def _slopes(grad: Tensor, own: Tensor, out: Tensor) -> Tensor:
+    """grad . (v_self - out) for each row, (B, H, N): one sequence at a time, so that what is in between stays small."""
+    wide, groups = score_type(grad), own.shape[1]
+    slopes = grad.new_empty(grad.shape[:-1], dtype=wide)
+    for b in range(grad.shape[0]):
+        steps = own[b : b + 1, :, None] - by_group(out[b : b + 1], groups)
+        steps *= by_group(grad[b : b + 1], groups)
+        torch.sum(steps, -1, dtype=wide, out=by_group(slopes[b : b + 1], groups))
+    return slopes
+
+
+def _add_self(gv: Tensor, p: Tensor, grad: Tensor) -> None:
+    """Add p grad, summed over the queries of a group, to the gradient of the values at the queries' own keys."""
+    p = p.to(grad.dtype)[..., None]
+    if gv.shape[1] == grad.shape[1]:
+        gv.addcmul_(grad, p)
+    else:
+        gv += by_group(grad * p, gv.shape[1]).sum(2)
+
+
+def _gathered(total: Tensor | None, piece: Tensor, place: slice, like: Tensor) -> Tensor:
+    """The sum of gradients that came for some rows each."""
+    if total is None:
+        if piece.shape[2] == like.shape[2]:
+            return piece
+        total = empty_as_gradient(like)
+        total[:, :, : place.start] = 0
+        total[:, :, place.stop :] = 0
+        total[:, :, place] = piece
+    else:
+        total[:, :, place] += piece
+    return total
+
+
+def empty_as_gradient(x: Tensor) -> Tensor:
+    """Room for the gradient of x (B, H, N, D), in memory (B, N, H, D) as the fused kernels leave theirs."""
+    b, h, n, d = x.shape
+    return x.new_empty(b, n, h, d).transpose(1, 2)
+
+
+def by_group(x: Tensor, groups: int) -> Tensor:
+    """(B, H, ...) as (B, groups, H // groups, ...): the queries of one key together."""
     return x.unflatten(1, (groups, -1))
 
 
-def _dense(x: Tensor) -> Tensor:
+def dense(x: Tensor) -> Tensor:
     """Kernels read the last dimension one by one."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,9 +1,10 @@
 """Stock fused attention kernels that hand over their log-sum-exp, one pair of functions per device.
 
 A kernel computes softmax(scale * q k^T + mask) v for queries (B, H, N, D), keys and values (B, G, M, D) and a float
-mask of 4 dimensions that broadcasts, or a causal one; it returns the output (B, H, N, D) and the log of each row's sum of
-exponentials (B, H, N). Its backward takes any output and log-sum-exp: the weights are exp(score - lse), and the gradient
-of a score is weight * (grad_out . v - grad_out . out). That is what lets a row be merged with scores from elsewhere.
+mask of 4 dimensions that broadcasts; causal opens to row i the keys up to i. It returns the output (B, H, N, D) and the
+log of each row's sum of exponentials (B, H, N). Its backward takes any output and log-sum-exp: the weights are
+exp(score - lse), and the gradient of a score is weight * (grad_out . v - grad_out . out). That is what lets a row be
+merged with scores from elsewhere.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Kernel(NamedTuple):
 def _cpu_forward(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The mask wants floats and 2 or 4 dimensions, is read by its strides (0 and 1 only in the last), and may come with causal.
+    """The mask has 2 or 4 dimensions, is read by its strides (0 or 1 in the last), and may come with causal.
 
     A row without an allowed key gives output 0 and log-sum-exp 0. No keys at all ends the process: never call it so.
     """

@@ -5,6 +5,7 @@ Second derivatives raise: the backward has none. torch.func transforms never com
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,12 @@ from qkform.attention.reference import score_type
 from qkform.errors import AttentionError
 
 
-@torch.library.custom_op("qkform::decoupled_attention", mutates_args=())
+def _operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """`torch.library.custom_op` of a function that changes none of its arguments."""
+    return torch.library.custom_op(name, mutates_args=())  # type: ignore[no-any-return]
+
+
+@_operator("qkform::decoupled_attention")
 def attend(
     query: Tensor,
     key: Tensor,
@@ -32,8 +38,7 @@ def attend(
     return flash.forward(query, key, value, self_score, mask, is_causal, scale, begin)
 
 
-@attend.register_fake
-def _(
+def _attend_shapes(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -44,10 +49,10 @@ def _(
     start: int,
     place: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    return flash.empty_like_heads(query), query.new_empty(query.shape[:-1], dtype=score_type(query))
+    return torch.empty_like(flash.dense(query)), query.new_empty(query.shape[:-1], dtype=score_type(query))
 
 
-@torch.library.custom_op("qkform::decoupled_attention_backward", mutates_args=())
+@_operator("qkform::decoupled_attention_backward")
 def gradients(
     grad: Tensor,
     query: Tensor,
@@ -67,8 +72,7 @@ def gradients(
     return flash.backward(grad, query, key, value, self_score, out, lse, mask, is_causal, scale, begin)
 
 
-@gradients.register_fake
-def _(
+def _gradient_shapes(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -82,7 +86,7 @@ def _(
     start: int,
     place: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    heads = (flash.empty_like_heads(x) for x in (query, key, value))
+    heads = (flash.empty_as_gradient(x) for x in (query, key, value))
     return (*heads, torch.empty_like(self_score, memory_format=torch.contiguous_format))
 
 
@@ -104,5 +108,7 @@ def _no_second(ctx: Any, *grads: Any) -> Any:
     )
 
 
+attend.register_fake(_attend_shapes)
+gradients.register_fake(_gradient_shapes)
 attend.register_autograd(_backward, setup_context=_keep)
 gradients.register_autograd(_no_second)
