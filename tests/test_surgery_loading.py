@@ -129,6 +129,17 @@ def same(one: Any, other: Any) -> None:
     for name, value in one.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name
     assert torch.equal(logits(one), logits(other))
+    for mine, theirs in zip(*(hidden(model) for model in (one, other)), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def hidden(model: Any) -> tuple[Tensor, ...]:
+    """What the model records of its layers: transformers finds that by the model's class."""
+    with torch.no_grad():
+        out = model(**called(model), output_hidden_states=True)
+    found: tuple[Tensor, ...] = out.get("hidden_states") or out.decoder_hidden_states
+    assert len(found) == 3
+    return found
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -255,6 +266,38 @@ def test_loading_trains_on(tmp_path: Path) -> None:
         optimizer.step()
         losses.append(each(input_ids=TOKENS, labels=TOKENS).loss.item())
     assert losses[0] == losses[1]
+
+
+def test_a_symmetric_start_and_a_self_score(tmp_path: Path, said: list[str]) -> None:
+    model = llama().eval()
+    qk.surgery.symmetrize_(model, arm="matched")
+    qk.surgery.decouple_(model)
+    assert [change["change"] for change in record.changes(model)] == ["symmetrize", "decouple"]
+    model.save_pretrained(tmp_path)
+    same(qk.surgery.from_pretrained(transformers.AutoModelForCausalLM, tmp_path), model)
+    assert said == []
+
+
+@pytest.mark.parametrize("kind", ["exclusive", "no-diagonal"])
+def test_relatives_of_attention(kind: str, tmp_path: Path, said: list[str]) -> None:
+    model = gpt2().eval()
+    stock = logits(model)
+    qk.surgery.set_attention_(model, kind)
+    assert not torch.allclose(logits(model), stock, atol=1e-4)
+    model.save_pretrained(tmp_path)
+    loaded = qk.surgery.from_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+    same(loaded, model)
+    assert said == []
+    assert torch.equal(logits(qk.surgery.set_attention_(loaded, "standard")), stock)
+
+
+def test_split_weights_are_saved_whole(tmp_path: Path, said: list[str]) -> None:
+    model = decoupled(gpt2)
+    qk.surgery.param_groups(model, lr=0.1, qk_lr_ratio=4.0)
+    model.save_pretrained(tmp_path)
+    loaded = qk.surgery.from_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+    same(loaded, qk.surgery.unsplit_(model))
+    assert said == []
 
 
 # ---- into other classes ------------------------------------------------------------------------------------

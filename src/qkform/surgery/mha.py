@@ -285,11 +285,15 @@ def switch_off(site: Site) -> None:
     """Undo `switch_on`."""
     module = site.module
     if type(module) is not ChangedMultiheadAttention:
+        if hasattr(module, "parametrizations"):
+            raise SurgeryError(
+                f"{site.path} has parametrized weights; undo that first (`unsplit_` for param_groups)"
+            )
         raise SurgeryError(
             f"{site.path} is a {type(module).__name__}; expected an attention that was changed"
-            + (", and whose weights are not parametrized" if hasattr(module, "parametrizations") else "")
         )
-    vars(module).pop("observe", None)
+    if "observe" in vars(module):
+        del module.observe
     del module.kind
     del module.site_path
     module.__class__ = nn.MultiheadAttention
