@@ -85,6 +85,9 @@ class ChangedMultiheadAttention(nn.MultiheadAttention):  # type: ignore[misc]
             return out[0], None if weights is None else weights[0]
         return out if self.batch_first else out.transpose(0, 1), weights
 
+    def extra_repr(self) -> str:
+        return f"kind={self.kind!r}"
+
     def _attended(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **given: Any
     ) -> tuple[Tensor, Tensor | None]:
