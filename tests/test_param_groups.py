@@ -307,6 +307,19 @@ def test_terms_of_the_score_that_are_no_q_and_k_are_left_in_the_rest() -> None:
     assert f"{at}.self.pos_key_proj.weight" in names_in(groups, model, "rest")
 
 
+@pytest.mark.parametrize(
+    ("name", "group"), [("mixer", "ov"), ("o_proj", "ov"), ("pos_proj", "rest"), ("gate", "rest")]
+)
+def test_an_output_projection_of_another_name_is_known_by_its_shape(name: str, group: str) -> None:
+    """Where it is the only matrix left, and is not called a term of the score or a gate."""
+    model = nn.Module()
+    model.attn = nn.ModuleDict({n: nn.Linear(12, 12) for n in ("q_proj", "k_proj", "v_proj", name)})
+    model.attn.num_heads = 3
+    groups = param_groups(model, lr=1e-3, qk_lr_ratio=2.0)
+    assert names_in(groups, model, "ov") >= {"attn.v_proj.weight", "attn.v_proj.bias"}
+    assert f"attn.{name}.weight" in names_in(groups, model, group)
+
+
 # ---- a split weight ----------------------------------------------------------------------------------------
 
 
@@ -681,8 +694,15 @@ def test_q_and_k_that_are_products_are_refused() -> None:
         intermediate_size=20, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4,
         qk_nope_head_dim=4, v_head_dim=8,
     )  # fmt: skip
+    model = transformers.DeepseekV3Model(config)
     with pytest.raises(SurgeryError, match=r"layers\.0\.self_attn.*product"):
-        param_groups(transformers.DeepseekV3Model(config), lr=1e-3, qk_lr_ratio=2.0)
+        param_groups(model, lr=1e-3, qk_lr_ratio=2.0)
+    both = nn.ModuleDict({"one": tiny("gpt2"), "other": model})
+    with pytest.raises(SurgeryError, match=r"other\.layers\.0\.self_attn.*product.*leave qk_lr_ratio at 1"):
+        param_groups(both, lr=1e-3, qk_lr_ratio=2.0)
+    assert not any(is_split(m) for m in both.modules())
+    groups = param_groups(both, lr=1e-3)
+    assert "other.layers.0.self_attn.q_b_proj.weight" in names_in(groups, both, "rest")
 
 
 def test_a_parametrized_weight_is_refused() -> None:

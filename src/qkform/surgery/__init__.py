@@ -9,7 +9,10 @@ import importlib
 from typing import Any
 
 _HOME: dict[str, str] = {  # public name -> module
+    "CircuitAttention": "qkform.surgery.collapsed",
+    "collapse_": "qkform.surgery.factorize",
     "describe_groups": "qkform.surgery.groups",
+    "factorize_": "qkform.surgery.factorize",
     "param_groups": "qkform.surgery.groups",
     "unsplit_": "qkform.surgery.split",
 }

@@ -175,9 +175,10 @@ def _refuse_products(model: nn.Module, sites: Sites) -> None:
     layers: Sequence[Any] = open_live(model).find().layers
     lost = [layer.module for layer in layers if layer.module not in known]
     if lost:
+        more = f" and {len(lost) - 1} more" if lost[1:] else ""
         raise SurgeryError(
-            f"{lost[0]} and {len(lost) - 1} more: {reasons.get(lost[0], 'no parameter holds Q and K')}; they cannot "
-            "have a learning rate of their own here: leave qk_lr_ratio at 1 and name the parameters by hand"
+            f"{lost[0]}{more}: {reasons.get(lost[0], 'no parameter holds Q and K')}; they cannot have a learning "
+            "rate of their own here: leave qk_lr_ratio at 1 and name the parameters by hand"
         )
 
 
