@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import qkform as qk
 from qkform import sites
 from qkform.errors import SurgeryError
-from qkform.surgery import describe_groups, param_groups, unsplit_
+from qkform.surgery import collapse_, describe_groups, param_groups, unsplit_
 from qkform.surgery.split import is_split, parts, split_
 from tests import truth
 
@@ -293,6 +293,29 @@ def test_an_adapter_on_a_fused_weight_is_refused() -> None:
     assert not any(is_split(m) for m in model.modules())
 
 
+@pytest.mark.parametrize("ov", [True, False])
+def test_collapsed_circuits(ov: bool) -> None:
+    model = collapse_(tiny("encoder"), ov=ov)
+    groups = param_groups(model, lr=1e-3, qk_lr_ratio=2.0, weight_decay=0.1)
+    names = {"qk/decay": {"W_QK"}, "qk/no_decay": {"b_K"}, "ov/no_decay": {"b_O"}}
+    names["ov/decay"] = {"W_OV"} if ov else {"W_V", "W_O"}
+    for group, its in names.items():
+        assert names_in(groups, model, group) == {f"layers.{i}.self_attn.{n}" for i in (0, 1) for n in its}
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_collapsed_circuits_of_hugging_face_models(name: str) -> None:
+    model = collapse_(tiny(name))
+    groups = param_groups(model, lr=1e-3, qk_lr_ratio=2.0)
+    at, q, o = {
+        "bert": ("bert.encoder.layer.1.attention", "self.query", "output.dense"),
+        "gpt2": ("transformer.h.1.attn", "c_attn.query", "c_proj"),
+    }[name]
+    assert {f"{at}.{q}.weight", f"{at}.{q}.bias"} <= names_in(groups, model, "qk")
+    assert {f"{at}.{o}.weight", f"{at}.{o}.bias"} <= names_in(groups, model, "ov")
+    assert not {n for n in names_in(groups, model, "rest") if ".attn." in n or "query" in n}
+
+
 def test_terms_of_the_score_that_are_no_q_and_k_are_left_in_the_rest() -> None:
     """DeBERTa's position projections are of the shape of an output projection, and are none."""
     truth.quiet()
@@ -459,7 +482,9 @@ def test_copies_and_pickles_of_a_split_model_are_models_of_their_own(name: str) 
     assert torch.equal(computed(model), expected)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "encoder"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_neox", "encoder"))]
+)
 def test_a_split_model_compiles_without_a_graph_break(name: str) -> None:
     torch._dynamo.reset()
     model = tiny(name)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from qkform.sites import Share, Site
 from qkform.sites.parameters import clean
+from qkform.surgery.collapsed import STOCK, CircuitAttention
 from qkform.surgery.split import parts
 
 Circuit = Literal["qk", "ov", "self_score", "rest"]
@@ -55,6 +56,8 @@ def circuits(root: Any, sites: Sequence[Site]) -> dict[int, Circuit]:
             found.setdefault(key, circuit)
         return path in below
 
+    for path, circuit in _of_collapsed(root):
+        put(path, circuit)
     for share in (share for site in sites for share in site.parameters()):
         halves = parts(share.at.owner, share.at.attribute)
         if halves is None:
@@ -73,6 +76,24 @@ def circuits(root: Any, sites: Sequence[Site]) -> dict[int, Circuit]:
         for name in outputs(site, found):
             put(name, "ov")
     return found
+
+
+def has_collapsed(root: Any) -> bool:
+    """Whether the model has an attention whose circuits are free matrices."""
+    return any(isinstance(m, CircuitAttention) or getattr(m, STOCK, None) for m in root.modules())
+
+
+def _of_collapsed(root: Any) -> Iterator[tuple[str, Circuit]]:
+    """Paths of the parameters of attentions that are, or were, collapsed."""
+    for path, module in root.named_modules():
+        dot = f"{clean(path)}." if path else ""
+        if isinstance(module, CircuitAttention):
+            for name, _ in module.named_parameters(recurse=False):
+                yield f"{dot}{name}", "ov" if name in ("W_OV", "W_V", "W_O", "b_O") else "qk"
+        elif getattr(module, STOCK, None):
+            places = getattr(module, STOCK)["places"]
+            yield places.get("q") or places["fused"], "qk"
+            yield places["o"], "ov"
 
 
 def fused(site: Site) -> Iterator[tuple[Share, NDArray[np.bool_]]]:
