@@ -28,12 +28,10 @@ _OUTPUTS = re.compile(
     r"output_proj(?:ection)?|out_projection|output|output\.dense|attention_output|linear_o|proj_out)(?:\.linear)?",
     re.IGNORECASE,
 )
-_ELSE = re.compile(
-    r"pos|rel|query|key|gate|norm", re.IGNORECASE
-)  # terms of the score, and what is no projection
-_BESIDE = re.compile(
-    r"output\.dense|out_proj|o_proj|dense", re.IGNORECASE
-)  # where Q and K have a module of their own
+# Other terms of the score, and what is no projection.
+_ELSE = re.compile(r"pos|rel|query|key|gate|norm", re.IGNORECASE)
+# Beside the module of Q and K, where they have one of their own (BERT's attention.self and attention.output).
+_BESIDE = re.compile(r"output\.dense|out_proj|o_proj|dense", re.IGNORECASE)
 
 
 def circuits(root: Any, sites: Sequence[Site]) -> dict[int, Circuit]:
@@ -68,7 +66,8 @@ def circuits(root: Any, sites: Sequence[Site]) -> dict[int, Circuit]:
     for site in sites:
         for share in site.parameters():
             path = share.name.rpartition(".")[0]
-            if path != site.path:  # a projection of its own, with what an adapter adds to it
+            if not f"{site.path}.".startswith(f"{path}." if path else ""):
+                # a projection of its own, with what an adapter adds to it
                 put(path, "qk")
     for site in sites:
         for name in (*values(site), *value_biases(site)):
