@@ -1,0 +1,107 @@
+"""Do the arguments of an attention function fit each other? Errors name both shapes and what would fit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qkform.errors import AttentionError
+
+IMPLEMENTATIONS = ("auto", "reference", "flash")
+
+
+def check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    self_score: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    enable_gqa: bool,
+    query_start: int | Tensor | None,
+    impl: str,
+) -> None:
+    """AttentionError for the first thing that does not fit."""
+    if impl not in IMPLEMENTATIONS:
+        raise AttentionError(f"impl is {impl!r}; known: {', '.join(IMPLEMENTATIONS)}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise AttentionError(f"dropout_p is {dropout_p}; it is a probability, from 0 to 1")
+    check_heads(query, key, value, enable_gqa)
+    b, h, n, _ = query.shape
+    m = key.shape[2]
+    if tuple(self_score.shape) != (b, h, n):
+        raise AttentionError(
+            f"self_score has shape {_shape(self_score)}; query {_shape(query)} wants (B, H, N) = {(b, h, n)}"
+        )
+    if not self_score.is_floating_point():
+        raise AttentionError(f"self_score is {_name(self_score.dtype)}; it is a score, of any floating type")
+    if attn_mask is not None:
+        check_mask(attn_mask, (b, h, n, m))
+    for name, x in (("key", key), ("value", value), ("self_score", self_score), ("attn_mask", attn_mask)):
+        if x is not None and x.device != query.device:
+            raise AttentionError(f"{name} is on {x.device}, query on {query.device}; put them on one device")
+    check_start(query_start, n, m)
+
+
+def check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """Shapes and types of queries, keys and values."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            raise AttentionError(f"{name} has shape {_shape(x)}; expected (B, heads, tokens, features)")
+    types = [x.dtype for x in (query, key, value)]
+    if len(set(types)) > 1 or not query.is_floating_point():
+        names = ", ".join(map(_name, types))
+        raise AttentionError(f"query, key and value are {names}; they are of one floating type: cast them")
+    b, h, _, d = query.shape
+    if key.shape[0] != b or key.shape[3] != d or key.shape[1] == 0 or h % max(key.shape[1], 1):
+        raise AttentionError(
+            f"query has shape {_shape(query)}, key {_shape(key)}; a key that fits is ({b}, G, M, {d}), G dividing {h}"
+        )
+    if value.shape[:3] != key.shape[:3]:
+        fits = f"({', '.join(map(str, key.shape[:3]))}, D_v)"
+        raise AttentionError(
+            f"key has shape {_shape(key)}, value {_shape(value)}; a value that fits is {fits}"
+        )
+    if key.shape[1] != h and not enable_gqa:
+        raise AttentionError(
+            f"query has {h} heads and key {key.shape[1]}; for grouped queries pass enable_gqa=True"
+        )
+
+
+def check_mask(mask: Tensor, full: tuple[int, int, int, int]) -> None:
+    """A mask for scores of shape `full`."""
+    fits = mask.dim() <= 4 and all(
+        a in (1, b) for a, b in zip(reversed(mask.shape), reversed(full), strict=False)
+    )
+    if not fits:
+        raise AttentionError(f"attn_mask has shape {_shape(mask)}; it broadcasts to (B, H, N, M) = {full}")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise AttentionError(
+            f"attn_mask is {_name(mask.dtype)}; it is bool (True: open) or of a floating type, to be added"
+        )
+
+
+def check_start(start: int | Tensor | None, n: int, m: int) -> None:
+    """The key of the first query's own token, for n queries and m keys."""
+    if isinstance(start, Tensor):
+        if start.numel() != 1 or start.is_floating_point() or start.dtype == torch.bool:
+            raise AttentionError(
+                f"query_start is a {_name(start.dtype)} tensor of shape {_shape(start)}; it is one integer"
+            )
+        return
+    if start is None:
+        if n > m:
+            raise AttentionError(f"{n} queries for {m} keys: a query's own token is one of the keys")
+    elif not 0 <= start <= m - n:
+        raise AttentionError(
+            f"query_start is {start}: {n} queries from there on need keys {start} to {start + n - 1}, of {m}; "
+            f"0 to {m - n} would fit"
+        )
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,123 @@
+"""`exclusive_attention`: what attention brings from elsewhere, without the direction of the token's own value."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from qkform.attention import reference
+from qkform.attention.checks import check_heads, check_mask, check_start
+from qkform.attention.decoupled import _autocast
+
+
+def exclusive_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    query_start: int | Tensor | None = None,
+) -> Tensor:
+    """Exclusive self attention: `z_i = y_i - (y_i . v_i) v_i / |v_i|^2`, y standard attention, v_i the own value.
+
+    query (B, H, N, D), key (B, G, M, D), value (B, G, M, D_v) -> (B, H, N, D_v), every row orthogonal to its own
+    value; under grouped queries (`enable_gqa`) that is the value of the head's group.  Where v_i is zero there is
+    nothing to take away.  The own value is taken away whether or not the mask lets the token see itself; a row
+    that sees no key is zero.
+
+    Query i stands at key `query_start` + i: at the last N keys by default.  `is_causal` means keys up to the own
+    position, which aligns bottom-right (`scaled_dot_product_attention` aligns top-left); with a mask, both apply.
+
+    The difference is taken in float32 (float64 for float64), the result has the type of y.
+    Source: arXiv 2603.09078.  `scaled_dot_product_attention` and a few passes over its output.
+    """
+    query, key, value = _autocast(query, key, value)
+    check_heads(query, key, value, enable_gqa)
+    n, m = query.shape[2], key.shape[2]
+    if attn_mask is not None:
+        check_mask(attn_mask, (*query.shape[:3], m))
+    check_start(query_start, n, m)
+    if scale is not None and scale <= 0:  # the fused kernels mask first: -inf times 0, or turned to +inf
+        query, scale = scale * query, 1.0
+    start = m - n if query_start is None else query_start
+    mask, plain = _mask(query, key, attn_mask, is_causal, start)
+    y = scaled_dot_product_attention(
+        query, key, value, mask, dropout_p, plain, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return _without(y, _own(value, start, n))
+
+
+def exclusive_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    query_start: int | Tensor | None = None,
+) -> Tensor:
+    """The formula as it stands, on the score matrix: what `exclusive_attention` must agree with."""
+    n, m, groups = query.shape[-2], key.shape[-2], query.shape[1] // key.shape[1]
+    place = torch.arange(n, device=query.device) + (m - n if query_start is None else query_start)
+    own_key = key.repeat_interleave(groups, 1)[:, :, place]
+    v = value.repeat_interleave(groups, 1)[:, :, place]  # (B, H, N, D_v)
+    y = reference.decoupled(
+        query,
+        key,
+        value,
+        (query * own_key).sum(-1),  # the score that the token has with itself anyway
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        query_start=query_start,
+    )
+    square = (v * v).sum(-1, keepdim=True)
+    along = (y * v).sum(-1, keepdim=True) / torch.where(square == 0, 1, square)
+    return y - along * v
+
+
+def _mask(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, start: int | Tensor
+) -> tuple[Tensor | None, bool]:
+    """The mask and `is_causal` that say the same to `scaled_dot_product_attention`: it aligns top-left."""
+    n, m = query.shape[-2], key.shape[-2]
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        attn_mask = attn_mask.to(query.dtype)
+    if not is_causal or (isinstance(start, int) and n == 1 and start == m - 1):
+        return attn_mask, False
+    if attn_mask is None and isinstance(start, int) and start == 0:
+        return None, True
+    place = torch.arange(n, device=query.device) + start
+    past = torch.arange(m, device=query.device) <= place[:, None]  # (N, M)
+    if attn_mask is None:
+        return past, False
+    if attn_mask.dtype == torch.bool:
+        return attn_mask & past, False
+    return attn_mask.masked_fill(~past, -torch.inf), False
+
+
+def _own(value: Tensor, start: int | Tensor, n: int) -> Tensor:
+    """(B, G, N, D_v): the value of each query's own token."""
+    if isinstance(start, int):
+        return value[:, :, start : start + n]
+    return value.index_select(2, torch.arange(n, device=value.device) + start)
+
+
+def _without(y: Tensor, v: Tensor) -> Tensor:
+    """y (B, H, N, D_v) less its part along v (B, G, N, D_v)."""
+    exact = torch.promote_types(y.dtype, torch.float32)
+    wide = y.to(exact).unflatten(1, (v.shape[1], -1))  # (B, G, H / G, N, D_v)
+    v = v.to(exact)[:, :, None]
+    # v enters as its direction only: its largest entry set to 1, so that no square under- or overflows. The result
+    # does not depend on that factor, hence no gradient through it.
+    size = v.detach().abs().amax(-1, keepdim=True)
+    v = v / torch.where(size == 0, 1, size)
+    square = (v * v).sum(-1, keepdim=True)
+    along = (wide * v).sum(-1, keepdim=True) / torch.where(square == 0, 1, square)
+    return (wide - along * v).flatten(1, 2).to(y.dtype)

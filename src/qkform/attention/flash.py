@@ -1,0 +1,191 @@
+"""Decoupled attention on fused kernels: a token's score with itself is merged into the others' by log-sum-exp.
+
+With o and l the output and log-sum-exp over the other keys and s the self score, the row is
+    out = lerp(v_self, o, sigmoid(l - s)),  lse = log(exp(l) + exp(s)).
+Backward: the fused backward with the merged out and lse gives what flows through the other keys; the self key adds
+    p = exp(s - lse),  dv_self += p grad,  ds = p grad . (v_self - out).
+Nothing of size N x M is kept in between.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from qkform.attention.fused import KERNELS
+from qkform.attention.parts import Part, as_floats, closed_rows, parts
+from qkform.attention.reference import score_type
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    self_score: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    start: int,
+) -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, D) and log-sum-exp (B, H, N), +inf where a row has no key at all; D_v = D."""
+    n, groups = q.shape[2], k.shape[1]
+    q, k, v = dense(q), dense(k), dense(v)
+    mask = as_floats(mask, q)
+    lse = _self_scores(self_score, q, k, mask, scale, start)
+    own = by_group(v[:, :, start : start + n], groups)
+    out, done = None, 0  # rows before `done` hold a value
+    for part in parts(q, k, mask, causal, start) if lse.numel() else ():
+        o, other = _fused(q, k, v, part, scale)
+        a, b = part.rows
+        before = lse[..., a:b]
+        weight = torch.sigmoid(other - before).masked_fill_(other == -math.inf, 0.0)
+        before.copy_(torch.logaddexp(before, other))
+        if out is None:
+            out = o if b - a == n else torch.empty_like(q)
+        split = by_group(out, groups)
+        base = own if a >= done else split
+        torch.lerp(
+            base[..., a:b, :],
+            by_group(o, groups),
+            by_group(weight.to(q.dtype), groups)[..., None],
+            out=split[..., a:b, :],
+        )
+        if a >= done:
+            split[..., done:a, :] = own[..., done:a, :]
+            done = b
+    out = torch.empty_like(q) if out is None else out
+    if done < n:
+        by_group(out, groups)[..., done:, :] = own[..., done:, :]
+    empty = lse == -math.inf
+    if bool(empty.any()):
+        out.masked_fill_(empty[..., None], 0.0)
+        lse.masked_fill_(empty, math.inf)
+    return out, lse
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    self_score: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    start: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and self_score, the first three laid out as those of the fused kernels."""
+    n = q.shape[2]
+    grad, q, k, v = dense(grad), dense(q), dense(k), dense(v)
+    mask = as_floats(mask, q)
+    p = torch.exp(_self_scores(self_score, q, k, mask, scale, start) - lse)
+    own = v[:, :, start : start + n]
+    grad_self = (scale * p * _slopes(grad, own, out)).to(self_score.dtype)
+    kernel = KERNELS[q.device.type]
+    totals: list[Tensor | None] = [None, None, None]
+    for part in parts(q, k, mask, causal, start) if lse.numel() else ():
+        rows, keys = slice(*part.rows), slice(*part.keys)
+        k_part, v_part = _keys(k, part), _keys(v, part)
+        found = kernel.backward(
+            grad[:, :, rows],
+            q[:, :, rows],
+            k_part,
+            v_part,
+            out[:, :, rows],
+            lse[:, :, rows],
+            mask=part.mask,
+            causal=part.causal,
+            scale=scale,
+        )
+        for i, (x, place) in enumerate(zip((q, k, v), (rows, keys, keys), strict=True)):
+            piece = found[i].flip(2) if part.reverse and i > 0 else found[i]
+            totals[i] = _gathered(totals[i], piece, place, x)
+    gq, gk, gv = (
+        empty_as_gradient(x).zero_() if g is None else g for g, x in zip(totals, (q, k, v), strict=True)
+    )
+    _add_self(gv[:, :, start : start + n], p, grad)
+    return gq, gk, gv, grad_self
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of one part; a row without open keys is 0 and -inf."""
+    out, lse = KERNELS[q.device.type].forward(
+        q[:, :, slice(*part.rows)],
+        _keys(k, part),
+        _keys(v, part),
+        mask=part.mask,
+        causal=part.causal,
+        scale=scale,
+    )
+    if part.closable and bool((lse == 0).any()):
+        lse.masked_fill_(closed_rows(part), -math.inf)
+    return out, lse
+
+
+def _keys(x: Tensor, part: Part) -> Tensor:
+    x = x[:, :, slice(*part.keys)]
+    return x.flip(2) if part.reverse else x
+
+
+def _self_scores(
+    self_score: Tensor, q: Tensor, k: Tensor, mask: Tensor | None, scale: float, start: int
+) -> Tensor:
+    """scale * self_score and what the mask adds to it, (B, H, N)."""
+    scores = self_score.to(score_type(q)) * scale
+    if mask is not None:
+        scores += mask.expand(-1, -1, q.shape[2], k.shape[2]).diagonal(start, -2, -1)
+    return scores
+
+
+def _slopes(grad: Tensor, own: Tensor, out: Tensor) -> Tensor:
+    """grad . (v_self - out) for each row, (B, H, N): one sequence at a time, so that what is in between stays small."""
+    wide, groups = score_type(grad), own.shape[1]
+    slopes = grad.new_empty(grad.shape[:-1], dtype=wide)
+    for b in range(grad.shape[0]):
+        steps = own[b : b + 1, :, None] - by_group(out[b : b + 1], groups)
+        steps *= by_group(grad[b : b + 1], groups)
+        torch.sum(steps, -1, dtype=wide, out=by_group(slopes[b : b + 1], groups))
+    return slopes
+
+
+def _add_self(gv: Tensor, p: Tensor, grad: Tensor) -> None:
+    """Add p grad, summed over the queries of a group, to the gradient of the values at the queries' own keys."""
+    p = p.to(grad.dtype)[..., None]
+    if gv.shape[1] == grad.shape[1]:
+        gv.addcmul_(grad, p)
+    else:
+        gv += by_group(grad * p, gv.shape[1]).sum(2)
+
+
+def _gathered(total: Tensor | None, piece: Tensor, place: slice, like: Tensor) -> Tensor:
+    """The sum of gradients that came for some rows each."""
+    if total is None:
+        if piece.shape[2] == like.shape[2]:
+            return piece
+        total = empty_as_gradient(like)
+        total[:, :, : place.start] = 0
+        total[:, :, place.stop :] = 0
+        total[:, :, place] = piece
+    else:
+        total[:, :, place] += piece
+    return total
+
+
+def empty_as_gradient(x: Tensor) -> Tensor:
+    """Room for the gradient of x (B, H, N, D), in memory (B, N, H, D) as the fused kernels leave theirs."""
+    b, h, n, d = x.shape
+    return x.new_empty(b, n, h, d).transpose(1, 2)
+
+
+def by_group(x: Tensor, groups: int) -> Tensor:
+    """(B, H, ...) as (B, groups, H // groups, ...): the queries of one key together."""
+    return x.unflatten(1, (groups, -1))
+
+
+def dense(x: Tensor) -> Tensor:
+    """Kernels read the last dimension one by one."""
+    return x if x.stride(-1) == 1 else x.contiguous()

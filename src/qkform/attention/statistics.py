@@ -1,0 +1,224 @@
+"""`attention_statistics`: how spread each row of the attention weights is, without the whole matrix of weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qkform.attention.checks import check_heads, check_mask, check_start
+from qkform.attention.decoupled import why_not_flash
+from qkform.attention.operator import attend
+from qkform.errors import AttentionError
+
+CHUNK_SCORES = 2**21  # scores held at once, over batch and heads, unless `chunk` says how many rows
+_FAR = -1e4  # nats below the largest score: exp of it is 0 in every type
+
+
+@dataclass(frozen=True)
+class AttentionStatistics:
+    """Of each row of attention weights, that is of each query: everything (B, H, N).
+
+    A row without keys has log_sum_exp -inf and 0 in the rest, never NaN: a mean over rows takes those with `keys > 0`.
+    """
+
+    log_sum_exp: Tensor  # log of the sum of exp(score) over the keys; scores scaled, masks added
+    entropy: Tensor  # nats, in [0, log keys]
+    keys: Tensor  # int64: how many keys the row may attend to
+    largest: Tensor | None  # the largest weight, in [1 / keys, 1]; None where it was not asked for
+
+    @property
+    def effective_keys(self) -> Tensor:
+        """exp(entropy): over how many keys the weight is spread, in [1, keys]; 0 for a row without keys."""
+        return torch.where(self.keys > 0, self.entropy.exp(), 0.0)
+
+    @property
+    def normalised_entropy(self) -> Tensor:
+        """Entropy over log(keys), in [0, 1]: 1 is uniform.  A row with one key or none has no choice: 0."""
+        most = self.keys.clamp(min=2).to(self.entropy.dtype).log()
+        return torch.where(self.keys > 1, self.entropy / most, 0.0)
+
+
+def attention_statistics(
+    query: Tensor,
+    key: Tensor,
+    self_score: Tensor | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    query_start: int | Tensor | None = None,
+    largest: bool = True,
+    chunk: int | None = None,
+) -> AttentionStatistics:
+    """Log-sum-exp, entropy in nats and largest weight of every row of standard or decoupled attention.
+
+    query (B, H, N, D), key (B, G, M, D), self_score (B, H, N) or None (standard attention); masks, `is_causal`,
+    `scale`, `enable_gqa` and `query_start` as in `decoupled_attention`; standard attention that is not causal may look
+    at another sequence.  A float mask is part of the scores: all three count it, and -inf hides a key.
+
+    Exact, without gradients, float32 (float64 for a float64 query).  `chunk` rows of scores are held at a time, by
+    default as many as make two million scores, so that memory grows as N and not as N^2.  With `largest=False`, and
+    no float mask, it is one call of the fused kernels with the keys as values: with p the weights of a row,
+    entropy = log_sum_exp - sum_j p_j s_j = log_sum_exp - scale * q . sum_j p_j k_j, and the self score in its place.
+
+    >>> found = attention_statistics(torch.zeros(1, 2, 3, 4), torch.ones(1, 2, 3, 4), is_causal=True)
+    >>> found.effective_keys[0, 0]
+    tensor([1., 2., 3.])
+    """
+    check_heads(query, key, key, enable_gqa)
+    b, h, n, d = query.shape
+    m = key.shape[2]
+    if attn_mask is not None:
+        check_mask(attn_mask, (b, h, n, m))
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    if self_score is not None and tuple(self_score.shape) != (b, h, n):
+        raise AttentionError(
+            f"self_score has shape {tuple(self_score.shape)}; the query wants (B, H, N) = {(b, h, n)}"
+        )
+    if self_score is not None or is_causal:
+        check_start(query_start, n, m)
+    else:
+        query_start = None  # where a query stands makes no difference
+    if chunk is not None and chunk < 1:
+        raise AttentionError(f"chunk is {chunk}; it is a number of rows, 1 or more")
+    exact = torch.promote_types(query.dtype, torch.float32)
+    given = _Given(
+        query.to(exact),
+        key.to(exact),
+        None if self_score is None else self_score.to(exact),
+        attn_mask,
+        is_causal,
+        1 / math.sqrt(d) if scale is None else float(scale),
+        m - n if query_start is None else query_start,
+    )
+    with torch.no_grad():
+        keys = given.count_keys(chunk)
+        if not largest and given.fits_the_fused_kernels():
+            return _fused(given, keys)
+        return _from_scores(given, keys, chunk, largest)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The arguments, checked, in the type of the result; the mask in 4 dimensions."""
+
+    query: Tensor
+    key: Tensor
+    self_score: Tensor | None
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+    start: int | Tensor
+
+    def place(self, part: slice) -> Tensor:
+        """(rows, 1): the key of each query's own token."""
+        return torch.arange(part.start, part.stop, device=self.query.device)[:, None] + self.start
+
+    def open(self, part: slice) -> Tensor | None:
+        """Which keys some rows may attend to, broadcasting to (B, H, rows, M); None where all."""
+        n, m = self.query.shape[2], self.key.shape[2]
+        found = None
+        if self.mask is not None:
+            mask = self.mask.expand(-1, -1, n, m)[:, :, part]
+            found = mask if mask.dtype == torch.bool else mask > -math.inf
+        if self.is_causal:
+            past = torch.arange(m, device=self.query.device) <= self.place(part)
+            found = past[None, None] if found is None else found & past
+        return found
+
+    def count_keys(self, chunk: int | None) -> Tensor:
+        """(B, H, N): how many keys are open to each row."""
+        b, h, n, _ = self.query.shape
+        m = self.key.shape[2]
+        count = torch.full((b, h, n), m, device=self.query.device)
+        wide = 1 if self.mask is None else self.mask.shape[0] * self.mask.shape[1]
+        for part in _parts(n, chunk, wide * m):
+            found = self.open(part)
+            if found is not None:
+                count[:, :, part] = found.sum(-1)
+            if self.self_score is not None:
+                gone = self.self_score[:, :, part] == -math.inf
+                if found is not None:
+                    own = self.place(part).expand(*found.shape[:3], 1)
+                    gone = gone & found.gather(-1, own)[..., 0]
+                count[:, :, part] -= gone.long()
+        return count
+
+    def fits_the_fused_kernels(self) -> bool:
+        n, m = self.query.shape[2], self.key.shape[2]
+        own = self.query[..., 0] if self.self_score is None else self.self_score
+        if n > m or self.scale <= 0 or (self.mask is not None and self.mask.dtype != torch.bool):
+            return False  # the kernels mask before they scale, and do not say what a float mask adds
+        return why_not_flash(self.query, self.key, self.key, own, self.mask, 0.0) is None
+
+
+def _parts(n: int, chunk: int | None, scores_of_a_row: int) -> Iterator[slice]:
+    rows = chunk or max(1, CHUNK_SCORES // max(1, scores_of_a_row))
+    for begin in range(0, n, rows):
+        yield slice(begin, min(begin + rows, n))
+
+
+def _from_scores(given: _Given, keys: Tensor, chunk: int | None, largest: bool) -> AttentionStatistics:
+    """Everything from the scores of some rows at a time."""
+    b, h, n, _ = given.query.shape
+    m = given.key.shape[2]
+    made = [given.query.new_empty(b, h, n) for _ in range(3)]
+    for part in _parts(n, chunk, b * h * m):
+        scores = _scores(given, part)
+        top = scores.amax(-1, keepdim=True)  # (B, H, rows, 1)
+        top.masked_fill_(top == -math.inf, 0.0)
+        below = scores.sub_(top).clamp_(min=_FAR)  # 0 times -inf has no value
+        weights = below.exp()
+        total = weights.sum(-1)
+        made[0][:, :, part] = top[..., 0] + total.log()
+        made[1][:, :, part] = total.log() - weights.mul_(below).sum(-1) / total
+        made[2][:, :, part] = 1 / total
+    log_sum_exp, entropy, most = made
+    empty = keys == 0
+    entropy = entropy.clamp_(min=0.0).masked_fill_(empty, 0.0)
+    return AttentionStatistics(log_sum_exp, entropy, keys, most.masked_fill_(empty, 0.0) if largest else None)
+
+
+def _scores(given: _Given, part: slice) -> Tensor:
+    """(B, H, rows, M): the scores of some rows, -inf where a row may not attend."""
+    b, h, n, d = given.query.shape
+    g, m = given.key.shape[1:3]
+    q = (given.scale * given.query[:, :, part]).reshape(b, g, -1, d)  # (B, G, H / G * rows, D)
+    scores = (q @ given.key.mT).view(b, h, -1, m)
+    if given.self_score is not None:
+        own = given.self_score[:, :, part, None]
+        own = torch.where(own == -math.inf, own, given.scale * own)
+        scores.scatter_(-1, given.place(part).expand(own.shape), own)
+    if given.mask is not None and given.mask.dtype != torch.bool:
+        scores += given.mask.expand(-1, -1, n, m)[:, :, part]
+    found = given.open(part)
+    return scores if found is None else scores.masked_fill_(~found, -math.inf)
+
+
+def _fused(given: _Given, keys: Tensor) -> AttentionStatistics:
+    """Log-sum-exp and the mean key of each row from one fused call; the mean score from these."""
+    q, k, self_score, mask = given.query, given.key, given.self_score, given.mask
+    groups, places = k.shape[1], given.place(slice(0, q.shape[2]))
+    own_key = k.index_select(2, places[:, 0])[:, :, None]  # (B, G, 1, N, D)
+    product = (q.unflatten(1, (groups, -1)) * own_key).sum(-1).flatten(1, 2)  # q_i . k_i
+    own = product if self_score is None else self_score
+    start, place = (0, given.start) if isinstance(given.start, Tensor) else (given.start, None)
+    mean_key, log_sum_exp = attend(q, k, k, own, mask, given.is_causal, given.scale, start, place)
+    mean = (q.unflatten(1, (groups, -1)) * mean_key.unflatten(1, (groups, -1))).sum(-1).flatten(1, 2)
+    if self_score is not None:
+        weight = torch.exp(given.scale * own - log_sum_exp)  # of the own key
+        hidden = own == -math.inf
+        if mask is not None:
+            wide = mask.expand(-1, -1, q.shape[2], k.shape[2])
+            hidden = hidden | ~wide.gather(-1, places.expand(*wide.shape[:3], 1))[..., 0]
+        mean = mean + torch.where(hidden, 0.0, weight * (own - product))
+    empty = keys == 0
+    entropy = (log_sum_exp - given.scale * mean).clamp_(min=0.0)
+    return AttentionStatistics(
+        log_sum_exp.masked_fill(empty, -math.inf), entropy.masked_fill_(empty, 0.0), keys, None
+    )

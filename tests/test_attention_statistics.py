@@ -1,0 +1,234 @@
+"""Entropy, log-sum-exp and largest weight of attention: against the whole matrix of weights, and their laws."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import qkform as qk
+from qkform.errors import AttentionError
+from tests.test_attention_relatives import CASES, Case, by_name
+
+
+def statistics(case: Case, *, decoupled: bool = False, seed: int = 0, **options: object):
+    q, k, _ = case.inputs(seed)
+    own = self_score(case) if decoupled else None
+    return qk.attention.attention_statistics(q, k, own, **case.options(), **options)
+
+
+def self_score(case: Case) -> Tensor:
+    make = torch.Generator().manual_seed(5)
+    return 3.0 * torch.randn(2, case.heads, case.n, generator=make, dtype=torch.float64)
+
+
+def matrix(case: Case, *, decoupled: bool) -> Tensor:
+    """(2, H, N, M): the scores, -inf where not allowed, written out."""
+    q, k, _ = case.inputs()
+    k = k.repeat_interleave(case.heads // case.groups, 1)
+    scores = torch.einsum("bhid,bhjd->bhij", q, k)
+    keys, place = torch.arange(case.m), case.place()[:, None]
+    if decoupled:
+        scores = torch.where(keys == place, self_score(case)[..., None], scores)
+    scores = scores / math.sqrt(case.d)
+    mask = case.attn_mask()
+    if mask is not None:
+        scores = torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if case.causal:
+        scores = torch.where(keys <= place, scores, -math.inf)
+    return scores
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("decoupled", [False, True], ids=["standard", "decoupled"])
+@pytest.mark.parametrize("case", CASES, ids=by_name)
+def test_statistics_are_those_of_the_whole_matrix(case, decoupled, largest):
+    found = statistics(case, decoupled=decoupled, largest=largest)
+    scores = matrix(case, decoupled=decoupled)
+    some = (scores > -math.inf).any(-1)
+    weights = torch.where(some[..., None], scores.softmax(-1), 0.0)
+    entropy = torch.special.entr(weights).sum(-1)
+    assert torch.equal(found.keys, (scores > -math.inf).sum(-1))
+    assert torch.equal(found.log_sum_exp == -math.inf, ~some)
+    assert (found.log_sum_exp - scores.logsumexp(-1))[some].abs().max() < 1e-12
+    assert (found.entropy - entropy).abs().max() < 1e-12
+    if largest:
+        assert (found.largest - weights.amax(-1)).abs().max() < 1e-12
+    else:
+        assert found.largest is None
+    assert (found.effective_keys - torch.where(some, entropy.exp(), 0.0)).abs().max() < 1e-11
+    assert found.normalised_entropy.isfinite().all()
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("case", [c for c in CASES if c.mask != "bias"], ids=by_name)
+def test_without_a_preference_the_entropy_is_the_log_of_the_number_of_keys(case, largest):
+    q, k, _ = case.inputs()
+    found = qk.attention.attention_statistics(0.0 * q, k, **case.options(), largest=largest)
+    some = found.keys > 0
+    log_keys = found.keys.double().log()
+    assert (found.entropy - log_keys)[some].abs().max() < 1e-14
+    assert (found.log_sum_exp - log_keys)[some].abs().max() < 1e-14
+    assert (found.effective_keys - found.keys).abs().max() < 1e-13
+    assert (found.normalised_entropy - (found.keys > 1).double()).abs().max() < 1e-14
+    if largest:
+        assert (found.largest * found.keys - some.double()).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("largest", [True, False])
+def test_rows_without_keys_are_zero_and_not_counted(largest):
+    found = statistics(Case(mask="left padding", causal=True), largest=largest)
+    empty = found.keys == 0
+    assert empty[1, :, :3].all()
+    assert not empty[0].any()
+    assert (found.log_sum_exp[empty] == -math.inf).all()
+    for values in (found.entropy, found.effective_keys, found.normalised_entropy):
+        assert (values[empty] == 0).all()
+    if largest:
+        assert (found.largest[empty] == 0).all()
+        assert (found.largest[~empty] > 0).all()
+
+
+@pytest.mark.parametrize("largest", [True, False])
+def test_one_key_takes_everything_when_the_scores_are_large(largest):
+    k = torch.eye(40).expand(2, 3, 40, 40)
+    q = 1e4 * k.flip(-1)  # each token looks for one other
+    found = qk.attention.attention_statistics(q, k, scale=1.0, largest=largest)
+    assert found.entropy.min() >= 0
+    assert found.entropy.max() < 2e-3  # of log-sum-exps of 1e4, known to seven digits
+    assert found.effective_keys.min() >= 1
+    assert (found.log_sum_exp - 1e4).abs().max() < 1e-2
+    if largest:
+        assert (found.largest - 1).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("mask", ["none", "bias"])
+def test_one_number_added_to_all_scores_moves_the_log_sum_exp_alone(mask, largest):
+    case = Case(mask=mask, causal=True)
+    q, k, _ = case.inputs()
+    constant = torch.full((7, 7), 2.5, dtype=torch.float64)
+    moved = constant if case.attn_mask() is None else case.attn_mask() + constant
+    found = statistics(case, largest=largest)
+    other = qk.attention.attention_statistics(q, k, attn_mask=moved, is_causal=True, largest=largest)
+    assert (other.log_sum_exp - found.log_sum_exp - 2.5).abs().max() < 1e-13
+    assert (other.entropy - found.entropy).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("largest", [True, False])
+def test_the_own_product_as_self_score_is_standard_attention(largest):
+    case = Case(causal=True, mask="bias", groups=2)
+    q, k, _ = case.inputs()
+    own = (q * k.repeat_interleave(2, 1)).sum(-1)
+    one = qk.attention.attention_statistics(q, k, own, **case.options(), largest=largest)
+    other = statistics(case, largest=largest)
+    assert (one.entropy - other.entropy).abs().max() < 1e-13
+    assert (one.log_sum_exp - other.log_sum_exp).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("scale", [None, -0.7, 0.0])
+@pytest.mark.parametrize("mask", ["none", "bias", "right padding"])
+def test_a_self_score_of_minus_infinity_is_no_diagonal_attention(mask, scale, largest):
+    case = Case(causal=True, mask=mask)
+    q, k, _ = case.inputs()
+    nothing = torch.full((2, 4, 7), -math.inf)
+    options = case.options()
+    found = qk.attention.attention_statistics(q, k, nothing, **options, scale=scale, largest=largest)
+    assert found.entropy.isfinite().all()
+    others = ~torch.eye(7, dtype=torch.bool)
+    given = options.pop("attn_mask")
+    if given is not None and given.dtype == torch.bool:
+        others = others & given
+    elif given is not None:
+        others = given.masked_fill(~others, -math.inf)
+    other = qk.attention.attention_statistics(q, k, attn_mask=others, **options, scale=scale, largest=largest)
+    assert torch.equal(found.keys, other.keys)
+    assert (found.keys[:, :, 0] == 0).all()
+    assert (found.entropy - other.entropy).abs().max() < 1e-13
+    assert (found.log_sum_exp.exp() - other.log_sum_exp.exp()).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 100])
+def test_chunks_do_not_show(chunk):
+    for case in (
+        Case(causal=True, mask="bias"),
+        Case(mask="right padding", groups=1),
+        Case(n=3, m=9, causal=True),
+    ):
+        one, other = statistics(case, decoupled=True, chunk=chunk), statistics(case, decoupled=True)
+        assert torch.equal(one.keys, other.keys)
+        assert (one.entropy - other.entropy).abs().max() < 1e-14
+        assert (one.largest - other.largest).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_computed_in_float32(dtype, largest):
+    q, k, _ = Case(n=33, m=33).inputs(dtype=dtype)
+    one = qk.attention.attention_statistics(q, k, is_causal=True, largest=largest)
+    other = qk.attention.attention_statistics(q.float(), k.float(), is_causal=True, largest=largest)
+    assert one.entropy.dtype == torch.float32
+    assert torch.equal(one.entropy, other.entropy)
+
+
+@pytest.mark.parametrize("largest", [True, False])
+def test_statistics_ask_for_no_gradient(largest):
+    q, k, _ = (x.requires_grad_() for x in Case().inputs())
+    found = qk.attention.attention_statistics(q, k, largest=largest)
+    assert not found.log_sum_exp.requires_grad
+    assert not found.entropy.requires_grad
+
+
+class _Largest(TorchDispatchMode):
+    """Watches the number of elements of everything that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for made in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(made, Tensor):
+                self.elements = max(self.elements, made.untyped_storage().nbytes() // made.element_size())
+        return result
+
+
+@pytest.mark.parametrize("options", [{"largest": False}, {"chunk": 5}, {}], ids=str)
+def test_nothing_of_the_size_of_all_scores_is_made(options):
+    b, h, n, d = 2, 8, 800, 4
+    q, k = torch.randn(2, b, h, n, d)
+    with _Largest() as watched:
+        qk.attention.attention_statistics(q, k, torch.zeros(b, h, n), is_causal=True, **options)
+    assert watched.elements <= 2**21 < b * h * n * n / 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": (2, 7, 5)}, r"query has shape \(2, 7, 5\)"),
+        ({"key": (2, 4, 7, 6)}, r"key \(2, 4, 7, 6\)"),
+        ({"key": (2, 2, 7, 5)}, "enable_gqa=True"),
+        ({"self_score": (2, 4, 6)}, r"self_score.*\(2, 4, 6\).*\(2, 4, 7\)"),
+        ({"query": (2, 4, 8, 5), "self_score": (2, 4, 8)}, "8 queries for 7 keys"),
+        ({"chunk": 0}, "chunk"),
+    ],
+)
+def test_statistics_say_what_does_not_fit(change, message):
+    chunk = change.pop("chunk", None)
+    shapes = {"query": (2, 4, 7, 5), "key": (2, 4, 7, 5), "self_score": (2, 4, 7)} | change
+    with pytest.raises(AttentionError, match=message):
+        qk.attention.attention_statistics(*(torch.zeros(s) for s in shapes.values()), chunk=chunk)
+
+
+def test_standard_attention_to_another_sequence_has_statistics_too():
+    case = Case(n=9, m=4)
+    q, k, _ = case.inputs()
+    for largest in (True, False):
+        found = qk.attention.attention_statistics(q, k, largest=largest)
+        weights = (q @ k.mT / math.sqrt(5)).softmax(-1)
+        assert (found.entropy - torch.special.entr(weights).sum(-1)).abs().max() < 1e-13
