@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 from qkform import sites
 from qkform.errors import SurgeryError
-from qkform.surgery import CircuitAttention, collapse_, factorize_
+from qkform.surgery import CircuitAttention, collapse_, factorize_, from_pretrained
 from qkform.surgery.collapsed import balanced, converted
 from qkform.surgery.factorize import from_torch
 from qkform.surgery.record import changes
@@ -296,6 +297,26 @@ def test_a_hugging_face_model_is_collapsed_and_taken_apart_again(name: str, dtyp
     for site in sites.find(model):
         w_q, w_k = site.w_q().double(), site.w_k().double()
         assert largest(w_q.transpose(1, 2) @ w_q, w_k.transpose(1, 2) @ w_k) < 1e3 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "gpt2"])
+def test_a_collapsed_model_is_saved_and_restored(name: str, tmp_path: Path) -> None:
+    """Its record is in the config; `from_pretrained` of surgery builds it in, and it can be taken apart then."""
+    model, inputs = hugging_face(name)
+    with torch.no_grad():
+        stock = model(**inputs)[0]
+        collapse_(model)
+        drawn(model, seed=5)
+        expected = model(**inputs)[0]
+        model.save_pretrained(tmp_path)
+        again = from_pretrained(type(model), tmp_path, dtype=torch.float64)
+        assert [c["change"] for c in changes(again)] == ["collapse"]
+        assert torch.equal(again.eval()(**inputs)[0], expected)
+        assert largest(expected, stock) > 1e-3
+        factorize_(again, truncate=True)
+        assert {n: p.shape for n, p in again.named_parameters()} == {
+            n: p.shape for n, p in hugging_face(name)[0].named_parameters()
+        }
 
 
 def test_a_collapsed_decoder_generates_with_its_cache() -> None:

@@ -8,6 +8,7 @@ enough for d_model per head, its keys and values the inputs themselves, and its 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from qkform.surgery.collapsed import STOCK, CircuitAttention, converted, refuse_
 from qkform.surgery.record import forget, note
 from qkform.surgery.widened import narrow, plan, put, widen
 
+CHANGE = "collapse"  # its name in the record
 MAX_PARAMETERS = 20_000_000  # of free matrices: more than any model that this is for has
 
 
@@ -40,6 +42,17 @@ def collapse_(model: nn.Module, *, ov: bool = True, max_parameters: int = MAX_PA
     Raises SurgeryError with the module and the reason: rotary embedding turns the factors between W_Q and W_K, a norm
     on queries is no linear map, grouped keys, extra key tokens, too many parameters. Nothing is changed then.
     """
+    root = _collapsed(model, ov, max_parameters)
+    note(root, CHANGE, ov=ov)
+    return model if root is unwrapped(model) else root
+
+
+def restore(model: nn.Module, change: Mapping[str, Any]) -> None:
+    """Build the structure of a recorded change into a stock model, of any size; its values come from elsewhere."""
+    _collapsed(model, bool(change.get("ov", True)), None)
+
+
+def _collapsed(model: nn.Module, ov: bool, max_parameters: int | None) -> nn.Module:
     root = unwrapped(model)
     own = [
         (path, m)
@@ -56,7 +69,7 @@ def collapse_(model: nn.Module, *, ov: bool = True, max_parameters: int = MAX_PA
     plans = [(site, plan(root, site)) for site in sites]
     size = sum(_size(m, ov) for m in {id(m): m for _, m in own}.values())
     size += sum(2 * s.layer.n_heads * s.layer.d_model**2 for s in sites)
-    if size > max_parameters:
+    if max_parameters is not None and size > max_parameters:
         raise SurgeryError(
             f"collapsing would make {size:,} parameters; this is for small models, up to "
             f"max_parameters={max_parameters:,}"
@@ -72,8 +85,7 @@ def collapse_(model: nn.Module, *, ov: bool = True, max_parameters: int = MAX_PA
         encoder.use_nested_tensor = False  # it looks into in_proj_weight otherwise
     for site, places in plans:
         widen(root, site, places)
-    note(root, "collapse", ov=ov)
-    return model if root is unwrapped(model) else root
+    return root
 
 
 def factorize_(model: nn.Module, rank: int | None = None, *, truncate: bool = False) -> nn.Module:
@@ -128,7 +140,7 @@ def factorize_(model: nn.Module, rank: int | None = None, *, truncate: bool = Fa
         for name, value in stock["sizes"].items():
             setattr(module, name, value)
         delattr(module, STOCK)
-    forget(root, "collapse")
+    forget(root, CHANGE)
     return model if root is unwrapped(model) else root
 
 
