@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import qkform as qk
 from qkform import sites
 from qkform.errors import SurgeryError
-from qkform.surgery import collapse_, describe_groups, param_groups, unsplit_
+from qkform.surgery import collapse_, decouple_, describe_groups, param_groups, unsplit_
 from qkform.surgery.split import is_split, parts, split_
 from tests import truth
 
@@ -207,16 +207,22 @@ def test_frozen_parameters_are_in_no_group_and_are_not_split() -> None:
     assert is_split(model.transformer.h[1].attn.c_attn)
 
 
-def test_the_self_score_has_a_group_and_a_rate() -> None:
-    model = tiny("bert")
-    for layer in model.bert.encoder.layer:
-        own = layer.attention.self
-        own.self_score = nn.Module()
-        own.self_score.v = nn.Parameter(torch.zeros(3, 24))
-    groups = param_groups(model, lr=1e-3, self_score_lr_ratio=0.5, weight_decay=0.1)
+@pytest.mark.parametrize("name", ["bert", "gpt2", "encoder"])
+def test_the_self_score_has_a_group_and_a_rate(name: str) -> None:
+    model = decouple_(tiny(name), init="diagonal")
+    expected = computed(model).detach()
+    groups = param_groups(model, lr=1e-3, qk_lr_ratio=4.0, self_score_lr_ratio=0.5, weight_decay=0.1)
     (group,) = (g for g in groups if g["name"].startswith("self_score"))
     assert (group["name"], group["lr"], group["weight_decay"]) == ("self_score/decay", 5e-4, 0.2)
     assert [tuple(p.shape) for p in group["params"]] == [(3, 24)] * 2
+    assert names_in(groups, model, "qk")
+    assert len([n for n in names_in(groups, model, "ov") if "bias" not in n]) == 4
+    out = computed(model)
+    assert torch.equal(out, expected)
+    out.square().mean().backward()
+    assert all(
+        p.grad.any() for g in groups for p in g["params"] if g["name"] in ("self_score/decay", "qk/decay")
+    )
 
 
 def test_cross_attention_and_a_fused_key_and_value() -> None:
@@ -400,6 +406,16 @@ def test_splitting_twice_is_splitting_once_and_unsplitting_undoes_it(name: str) 
     assert list(state) == [n for n, _ in model.named_parameters()]  # in the order it had
     assert all(torch.equal(state[n], p) for n, p in model.named_parameters())
     computed(model).sum().backward()
+
+
+def test_unsplitting_puts_parameters_back_where_they_stood() -> None:
+    model = tiny("gpt2")
+    for block in model.transformer.h:
+        block.attn.c_attn.bias.requires_grad_(False)  # so that the weight alone is split
+    names = [n for n, _ in model.named_parameters()]
+    param_groups(model, lr=1e-3, qk_lr_ratio=3.0)
+    assert [n for n, _ in model.named_parameters()] != names
+    assert [n for n, _ in unsplit_(model).named_parameters()] == names
 
 
 def test_a_ratio_of_one_splits_nothing() -> None:
