@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch import nn
 
 from qkform import sites
 from qkform.errors import SurgeryError
-from qkform.surgery import CircuitAttention, collapse_, factorize_, from_pretrained
+from qkform.surgery import CircuitAttention, collapse_, factorize_, from_pretrained, param_groups, unsplit_
 from qkform.surgery.collapsed import balanced, converted
 from qkform.surgery.factorize import from_torch
 from qkform.surgery.record import changes
+from qkform.surgery.widened import plan
 from tests import truth
 
 KINDS = ("collapsed", "factorized")
@@ -132,6 +134,16 @@ def test_the_gradient_of_a_factor_is_that_of_the_product_times_the_other_factor(
     assert largest(factors.W_K.grad, g.transpose(1, 2) @ factors.W_Q.detach()) < 1e-13
     assert largest(factors.W_V.grad, o @ factors.W_O.detach().transpose(1, 2)) < 1e-13
     assert largest(factors.W_O.grad, factors.W_V.detach().transpose(1, 2) @ o) < 1e-13
+
+
+def test_factors_are_a_site_as_any_other_attention() -> None:
+    model = nn.ModuleDict({"a": drawn(CircuitAttention(9, 3, qk="factorized", d_head=4, bias=True).double())})
+    (site,) = sites.find(model)
+    assert site.path == "a"
+    assert torch.equal(site.w_q(), model["a"].W_Q)
+    assert torch.equal(site.w_k(), model["a"].W_K)
+    assert torch.equal(site.b_q(), model["a"].b_Q)
+    assert site.b_k() is None
 
 
 # ---- nn.MultiheadAttention -----------------------------------------------------------------------------------
@@ -248,11 +260,12 @@ def test_a_matrix_of_higher_rank_is_an_error_or_is_cut_when_asked() -> None:
     assert largest(left, s[:, 4:].norm(dim=1)) < 1e-12
 
 
-def test_a_circuit_that_is_factorized_keeps_its_factors() -> None:
-    model = drawn(CircuitAttention(12, 3, ov="factorized", bias=True).double())
+@pytest.mark.parametrize(("kept", "names"), [("qk", ("W_Q", "W_K", "b_Q")), ("ov", ("W_V", "W_O"))])
+def test_a_circuit_that_is_factorized_keeps_its_factors(kept: str, names: tuple[str, ...]) -> None:
+    model = drawn(CircuitAttention(12, 3, bias=True, **{kept: "factorized"}).double())
     again = factorize_(copy.deepcopy(model), truncate=True)
-    assert torch.equal(again.W_V, model.W_V)
-    assert torch.equal(again.W_O, model.W_O)
+    assert (again.qk, again.ov) == ("factorized", "factorized")
+    assert all(torch.equal(getattr(again, name), getattr(model, name)) for name in names)
 
 
 # ---- Hugging Face --------------------------------------------------------------------------------------------
@@ -369,6 +382,27 @@ def test_models_whose_score_is_no_form_of_the_input_are_refused(name: str, reaso
         collapse_(model)
     assert changes(model) == []
     assert all(torch.equal(before[n], p) for n, p in model.state_dict().items())
+
+
+def test_norms_on_queries_grouped_keys_and_split_weights_are_refused() -> None:
+    model, _ = hugging_face("gpt2")
+    site = sites.find(model)[0]
+    assert plan(model, site).keys() == {"fused", "o"}
+    for facts, reason in (
+        ({"flags": ("qk_norm",)}, "no linear map"),
+        ({"n_kv_heads": 1}, "keys are grouped"),
+    ):
+        with pytest.raises(SurgeryError, match=rf"h\.0\.attn: cannot be collapsed: .*{reason}"):
+            plan(model, replace(site, layer=replace(site.layer, **facts)))
+    param_groups(model, lr=1e-3, qk_lr_ratio=2.0)
+    with pytest.raises(SurgeryError, match=r"h\.0\.attn: .*unsplit_"):
+        collapse_(model)
+    collapse_(unsplit_(model))
+    model, _ = hugging_face("gpt2")
+    model.h[1].attn.scaling = None  # then its kernel would take the scale from the new width
+    with pytest.raises(SurgeryError, match=r"h\.1\.attn: .*another width"):
+        collapse_(model)
+    assert model.h[0].attn.c_attn.weight.shape[1] == 3 * model.config.n_embd
 
 
 def test_what_else_is_refused() -> None:
