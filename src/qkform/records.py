@@ -46,6 +46,9 @@ COLUMNS: dict[str, type] = {
     "positive_directions": int,
     "negative_directions": int,
     "positive_energy": float,  # [0, 1]
+    "self_norm": float,  # >= 0, of v in a token's own score x diag(v) x^T; null where that score is W's
+    "self_sign": float,  # [-1, 1], sum of v over sum of |v|
+    "self_share": float,  # [0, 1], |v|^2 / (|v|^2 + norm^2)
     "flags": list,  # words, listed in docs/getting-started.md: "no_outliers", "qk_norm", "by_names", ...
     "reason": str,  # why a score in this row is null; null where none is
 }
@@ -58,7 +61,12 @@ _OF_MODEL: dict[str, type] = {
     "offset": int,
     "form": str,  # "raw", or what was changed in it: "fold_norm bias"
 }
-_LATER = ("part",)  # columns that records of earlier versions do not have
+_LATER = (
+    "part",
+    "self_norm",
+    "self_sign",
+    "self_share",
+)  # columns that records of earlier versions do not have
 
 
 def whole_layers(rows: Iterable[Row]) -> list[Row]:

@@ -282,7 +282,8 @@ def _plan(checkpoint: Checkpoint | LiveModel, found: Sequence[AttentionLayer], o
 
 
 def _needs(layer: AttentionLayer, options: Options) -> list[Need]:
-    return [*layer.needs(), *extra_needs(layer, options.changes)]
+    own = [] if layer.self_score is None else [(layer.self_score, None)]
+    return [*layer.needs(), *own, *extra_needs(layer, options.changes)]
 
 
 def _counted(layout: Layout, name: str, progress: Progress | None) -> Iterator[AttentionLayer]:

@@ -7,6 +7,7 @@ from itertools import repeat
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qkform import __version__
 from qkform.errors import QKFormError, prefixed
@@ -61,6 +62,7 @@ def _rows(
     scores, reason = _scores(layer, form, options)
     if unextended is not None:
         scores["bias_share"] = unextended.bias_share()
+    scores |= _self_scores(layer, first, form, scores["norm"], raw=options.form == "raw")
     defects = form.defects()
     no_outliers = form.no_outliers(options.gamma)
     rows = []
@@ -82,7 +84,7 @@ def _rows(
         for name in ("positive_directions", "negative_directions"):
             row[name] = None if row[name] is None else int(row[name])
         row["flags"] = [*layer.flags, *flags, *(["no_outliers"] if no_outliers[i] else [])]
-        row["reason"] = defects[i] or reason or _undefined(row)
+        row["reason"] = defects[i] or reason or _undefined(row, decoupled=layer.self_score is not None)
         rows.append(row)
     return rows
 
@@ -111,16 +113,33 @@ def _scores(layer: AttentionLayer, form: BilinearForm, options: Options) -> tupl
     return scores, reason
 
 
+def _self_scores(
+    layer: AttentionLayer, first: int | None, form: BilinearForm, norm: NDArray[Any], *, raw: bool
+) -> dict[str, Any]:
+    """Norm, sign and share of v, per head or (first None) of their sum; its share of a changed W means nothing."""
+    if layer.v is None:
+        return dict.fromkeys(("self_norm", "self_sign", "self_share"))
+    v = layer.v.astype(np.float64)  # (n_heads, d_model)
+    v = v.sum(0, keepdims=True) if first is None else v[first : first + form.n_heads]
+    with np.errstate(all="ignore"):  # NaN and 0/0 come out as null
+        size = np.linalg.norm(v, axis=1)
+        sign = v.sum(1) / np.abs(v).sum(1)
+        share = 1 / (1 + (norm / size) ** 2) if raw else None
+    return {"self_norm": size, "self_sign": sign, "self_share": share}
+
+
 def _plain(value: Any) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-def _undefined(row: Row) -> str | None:
+def _undefined(row: Row, *, decoupled: bool) -> str | None:
     """Why a score of a head with sound weights is null."""
     if row["norm"] is None or row["row_excess"] is None:
         return "W is beyond the range of float64"
     if row["bias_share"] is None:
         return "the biases hold NaN or infinity"
+    if decoupled and row["self_norm"] is None:
+        return "v, the weights of the self score, holds NaN or infinity"
     if row["positive_energy"] is None:
         return "W is skew: its symmetric part has no directions"
     if row["symmetry_z"] is None:
@@ -128,7 +147,11 @@ def _undefined(row: Row) -> str | None:
     return None
 
 
-_SCAN_ONLY = ("symmetry_z", "signature")  # conventions of columns that the record of a change does not have
+_SCAN_ONLY = (
+    "symmetry_z",
+    "signature",
+    "self_score",
+)  # conventions of columns that the record of a change does not have
 
 
 def conventions(options: Options, *, of_change: bool = False) -> dict[str, Any]:
@@ -179,6 +202,11 @@ def conventions(options: Options, *, of_change: bool = False) -> dict[str, Any]:
             "they do; their division by each token's length is not in the form"
             if options.qk_norm
             else "not in the form; layers that have it are flagged qk_norm"
+        ),
+        "self_score": (
+            "layers flagged decoupled score a token with itself as x diag(v) x^T, not by W: self_norm is |v|, "
+            "self_sign sum v / sum |v|, self_share |v|^2 / (|v|^2 + norm^2), of v as stored; the symmetric part of "
+            "W then says nothing about a token and itself"
         ),
         "precision": "products in the weights' precision, at least float32; sums in float64",
     }

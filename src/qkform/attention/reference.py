@@ -26,10 +26,33 @@ def decoupled(
     broadcasting to (B, H, N, M); query i stands at key `query_start` + i, at the last N keys by default.
     Scores are in float32, in float64 when the query is.
     """
+    weights = decoupled_weights(
+        query,
+        key,
+        self_score,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        query_start=query_start,
+    )
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+    return torch.dropout(weights, dropout_p, dropout_p > 0).to(value.dtype) @ value
+
+
+def decoupled_weights(
+    query: Tensor,
+    key: Tensor,
+    self_score: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    query_start: int | Tensor | None = None,
+) -> Tensor:
+    """The weights (B, H, N, M) with which `decoupled` adds up the values, in `score_type(query)`; see there."""
     n, m, d = query.shape[-2], key.shape[-2], query.shape[-1]
     scale = 1 / math.sqrt(d) if scale is None else scale
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     start = m - n if query_start is None else query_start
     place = torch.arange(n, device=query.device) + start  # (N,) the key of each query's own token
     keys = torch.arange(m, device=query.device)
@@ -46,8 +69,7 @@ def decoupled(
     elif attn_mask is not None:
         allowed = allowed & attn_mask
     weights = torch.softmax(scores.masked_fill(~allowed, -math.inf), -1)
-    weights = torch.where(allowed.any(-1, keepdim=True), weights, 0.0)  # a row without keys is zero, not NaN
-    return torch.dropout(weights, dropout_p, dropout_p > 0).to(value.dtype) @ value
+    return torch.where(allowed.any(-1, keepdim=True), weights, 0.0)  # a row without keys is zero, not NaN
 
 
 def score_type(query: Tensor) -> torch.dtype:

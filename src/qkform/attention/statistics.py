@@ -168,7 +168,7 @@ class _Given:
         own = self.query[..., 0] if self.self_score is None else self.self_score
         if n > m or self.scale <= 0 or (self.mask is not None and self.mask.dtype != torch.bool):
             return False  # the kernels mask before they scale, and do not say what a float mask adds
-        return why_not_flash(self.query, self.key, self.key, own, self.mask, 0.0) is None
+        return why_not_flash(self.query, self.key, self.key, own, self.mask, 0.0, self.scale) is None
 
 
 def _parts(n: int, chunk: int | None, scores_of_a_row: int) -> Iterator[slice]:

@@ -19,6 +19,7 @@ from qkform.layouts.named import named
 from qkform.layouts.outside import translated
 from qkform.layouts.rules import Family
 from qkform.layouts.search import Search
+from qkform.layouts.self_scores import with_self_scores
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def find_layers(
     )
     family = chosen or Family(model_type or "unknown", "names", ())
     search = Search(tensors, config, read, family.model_type, where, arch, overrides)
-    layers = _ordered(search, family, by_names=rule is None and not arch)
+    layers = with_self_scores(_ordered(search, family, by_names=rule is None and not arch), tensors, source)
     report(search, family, layers)
     if not layers and (instead := without_attention(model_type)):
         raise LayoutError(

@@ -88,6 +88,9 @@ class AttentionLayer:
     norm_bias: str | None = field(default=None, repr=False, compare=False)  # tensor of the bias of that norm
     qk_norms: QKNorms | None = field(default=None, repr=False, compare=False)
     positions: Positions | None = field(default=None, repr=False, compare=False)
+    self_score: str | None = (
+        None  # tensor of v where a token's score with itself is x diag(v) x^T; None: it is W's
+    )
 
     @cached_property
     def form(self) -> BilinearForm:
@@ -117,6 +120,11 @@ class AttentionLayer:
         from qkform.layouts.transform import Changes, changed
 
         return changed(self, Changes(fold_norm, bias, qk_norm, offset)).form
+
+    @cached_property
+    def v(self) -> Array | None:
+        """The features' weights in a token's score with itself, (n_heads, d_model); None where that score is W's."""
+        return None if self.self_score is None else self.read(self.self_score)
 
     def needs(self) -> list[tuple[str, int | None]]:
         """(tensor, rows) of everything that `form` reads, in order; rows None: the whole tensor."""

@@ -6,6 +6,7 @@ const COLUMNS = [
   ["layer", "layer", "count", true], ["head", "head", "count", true], ["mask", "mask", "text", true],
   ["symmetry", "symmetry", 4, true], ["symmetry_z", "std from random", 1, true],
   ["directionality", "directionality", 4, true], ["norm", "norm", 3, true], ["effective_rank", "effective rank", 1, true],
+  ["self_norm", "own |v|", 3, true], ["self_sign", "sign of v", 2, true], ["self_share", "share of v", 3],
   ["positive_energy", "attracting share", 3, true], ["positive_directions", "attracting", "count", true],
   ["negative_directions", "repelling", "count", true], ["flags", "flags", "text", true], ["reason", "not defined", "long", true],
   ["module", "module", "long"], ["kv_head", "key head", "count"], ["shared_by", "shared by layers", "long"],

@@ -188,6 +188,16 @@ def _columns(
         columns.append(plain("attracts", "positive_energy", lambda v: decimals(v, 2)))
     if more:
         columns.append(plain("norm", "norm", number))
+    if width >= 60 and any(row["self_norm"] is not None for row in layers):
+        columns.append(
+            Column(
+                "own |v|",
+                number(median_of(heads, "self_norm")),
+                lambda r: number(median_of(by_layer.get(r["module"], []), "self_norm")),
+            )
+        )
+        if more:
+            columns.append(plain("v sign", "self_sign", lambda v: decimals(v, 2)))
     return columns
 
 

@@ -101,6 +101,12 @@ class Site:
             for share, values in ready:
                 share.put(values)
 
+    def refuse(self, *sides: Side) -> None:
+        """SourceError for a side that `write_` cannot write in place, FormError for one that is not there."""
+        self._current()
+        for side in sides:
+            self._writable(side)
+
     def _writable(self, side: Side) -> Share:
         share = self.shares.get(side)
         if share is None:

@@ -6,9 +6,34 @@ Every change is recorded in the model (`model.config.qkform`), and `from_pretrai
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_HOME: dict[str, str] = {}  # public name -> module
+if TYPE_CHECKING:
+    from qkform.surgery.collapsed import CircuitAttention as CircuitAttention
+    from qkform.surgery.decouple import decouple_ as decouple_
+    from qkform.surgery.decouple import recouple_ as recouple_
+    from qkform.surgery.factorize import collapse_ as collapse_
+    from qkform.surgery.factorize import factorize_ as factorize_
+    from qkform.surgery.groups import describe_groups as describe_groups
+    from qkform.surgery.groups import param_groups as param_groups
+    from qkform.surgery.loading import from_pretrained as from_pretrained
+    from qkform.surgery.set_attention import set_attention_ as set_attention_
+    from qkform.surgery.split import unsplit_ as unsplit_
+    from qkform.surgery.symmetric_init import symmetrize_ as symmetrize_
+
+_HOME: dict[str, str] = {  # public name -> module
+    "CircuitAttention": "qkform.surgery.collapsed",
+    "collapse_": "qkform.surgery.factorize",
+    "decouple_": "qkform.surgery.decouple",
+    "describe_groups": "qkform.surgery.groups",
+    "factorize_": "qkform.surgery.factorize",
+    "from_pretrained": "qkform.surgery.loading",
+    "param_groups": "qkform.surgery.groups",
+    "recouple_": "qkform.surgery.decouple",
+    "set_attention_": "qkform.surgery.set_attention",
+    "symmetrize_": "qkform.surgery.symmetric_init",
+    "unsplit_": "qkform.surgery.split",
+}
 
 __all__ = sorted(_HOME)
 

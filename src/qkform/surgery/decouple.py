@@ -1,0 +1,206 @@
+"""`decouple_`: the score of a token with itself gets parameters of its own, in every self-attention of a model."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from qkform import sites
+from qkform.errors import ConfigError, LayoutError, SurgeryError
+from qkform.sites import Site
+from qkform.surgery import record
+from qkform.surgery.self_score import SelfScore
+
+CHANGE = "decouple"
+Init = Literal["diagonal", "zero", "spread", "fit"]
+_DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "dropout_prob", "attention_dropout_prob")
+
+
+def decouple_(
+    model: Any, *, init: Init = "diagonal", batch: Mapping[str, Any] | None = None, seed: int = 0
+) -> Any:
+    """Give the score of a token with itself its own form in every self-attention of the model, which is returned.
+
+        s_ij = scale * x_i W_Q W_K^T x_j^T      i != j
+        s_ii = scale * sum_k v_k x_ik^2         v: one (d_model,) vector per head, x the input of W_Q and W_K
+
+    The attention modules get a child `self_score` with the parameter `v`, (n_heads, d_model), in the type and on the
+    device of their query weights. A rotation leaves s_ii alone, a bias of position is still added to it, masks win over
+    it. Models with norms on queries and keys use x / rms(x). Cross-attention is left as it is.
+
+    init    "diagonal": diag(W_Q W_K^T), the least-squares start for independent features; where Q = K at the start,
+            the one that keeps the self scores' mean. "zero": 0, which does so where they are independent.
+            "spread": noise that lets self scores differ between tokens as much as before.
+            "fit": ridge regression of the old self scores on x^2 over `batch`, the keyword arguments of one call of
+            the model: for a trained one. The record has its R^2 per head.
+    seed    of the noise
+
+    The change is recorded in `model.config.qkform` (see `record`). SurgeryError, with the model as it was: no attention
+    was found, none that is self-attention, decoupled before, or an attention that cannot be changed.
+    UserWarning where the model has attention dropout: those calls take the reference, which keeps N x N weights.
+
+    >>> decouple_(model)                                        # doctest: +SKIP
+    >>> model.encoder.layer[0].attention.self.self_score.v      # doctest: +SKIP
+    """
+    if init not in get_args(Init):
+        raise SurgeryError(f"init={init!r} is none of {', '.join(get_args(Init))}")
+    _refuse_changed(model)
+    found = self_sites(model)
+    scores = _attach(found)
+    try:
+        facts = _start(model, found, scores, init, batch, seed)
+    except BaseException:
+        _detach(found)
+        raise
+    record.note(
+        model,
+        CHANGE,
+        init=init,
+        seed=seed,
+        sites=[site.path for site in found],
+        normalised=[score.normalise for score in scores],
+        **facts,
+    )
+    _warn_of_dropout(found)
+    return model
+
+
+def recouple_(model: Any) -> Any:
+    """Undo `decouple_`: the self scores are the standard ones again, and `v` is gone; the model is returned."""
+    change = record.done(model, CHANGE)
+    found = [site for site in sites.find(model) if _is_decoupled(site)]
+    if not found:
+        raise SurgeryError("the model is not decoupled: none of its attentions has a self_score")
+    _detach(found)
+    if change is not None:
+        record.forget(model, CHANGE)
+    return model
+
+
+def restore(model: Any, change: Mapping[str, Any]) -> None:
+    """Build what a record of `decouple_` describes, with `v` of zeros: its values come from a checkpoint.
+
+    SurgeryError where the model has no self-attention at a path of the record.
+    """
+    at = {site.path: site for site in self_sites(model)}
+    wanted = list(change.get("sites", ()))
+    missing = [path for path in wanted if path not in at]
+    if missing or not wanted:
+        raise SurgeryError(
+            f"the record of surgery says that {missing[0] if missing else 'nothing'} was decoupled; "
+            f"the model has self-attention at {', '.join(at)}"
+        )
+    normalised = change.get("normalised") or [None] * len(wanted)
+    _attach([at[path] for path in wanted], normalised)
+
+
+def self_sites(model: Any) -> list[Site]:
+    """The self-attentions of a model. SurgeryError where there are none."""
+    name = type(model).__name__
+    remedy = "give a transformers model, or a module that holds nn.MultiheadAttention"
+    try:
+        found = sites.find(model)
+    except (ConfigError, LayoutError) as error:
+        reason = str(error).partition(";")[0]
+        raise SurgeryError(f"no attention was found in {name}: {reason}; {remedy}") from error
+    own = [site for site in found if site.layer.attention == "self"]
+    if own:
+        return own
+    if len(found):
+        raise SurgeryError(
+            f"{name} has cross-attention only ({found[0].path}), where a token has no score with itself; "
+            "give the model that holds its self-attention"
+        )
+    seen = {f"{each['module']}: {each['reason']}" for each in found.skipped}
+    if seen:
+        raise SurgeryError(f"no attention of {name} can be changed: {min(seen)}; {remedy}")
+    raise SurgeryError(f"no attention was found in {name}; {remedy}")
+
+
+def kind_of(site: Site) -> Any:
+    """The module with `check(site)`, `attach(site, score)` and `detach(site)` for this kind of attention."""
+    name = "mha" if isinstance(site.module, nn.MultiheadAttention) else "huggingface"
+    return importlib.import_module(f"qkform.surgery.{name}")
+
+
+def _refuse_changed(model: Any) -> None:
+    if any(isinstance(module, SelfScore) for module in model.modules()):
+        raise SurgeryError("the model is decoupled already; qkform.surgery.recouple_(model) undoes it")
+    if record.done(model, CHANGE) is not None:
+        raise SurgeryError(
+            "the model's config says that it is decoupled, but no attention has a self_score: the config comes from a "
+            "decoupled model; load that with qkform.surgery.from_pretrained, or take `qkform` out of the config"
+        )
+
+
+def _attach(found: Sequence[Site], normalised: Sequence[bool | None] | None = None) -> list[SelfScore]:
+    """A self score of zeros in every site; none is changed unless all can be."""
+    for site in found:
+        kind_of(site).check(site)
+    scores = []
+    for site, normalise in zip(found, normalised or [None] * len(found), strict=True):
+        weight = site.shares["w_q"].parameter
+        score = SelfScore(
+            site.layer.n_heads,
+            site.layer.d_model,
+            normalise="qk_norm" in site.layer.flags if normalise is None else normalise,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        kind_of(site).attach(site, score)
+        scores.append(score)
+    return scores
+
+
+def _detach(found: Sequence[Site]) -> None:
+    for site in found:
+        kind_of(site).detach(site)
+
+
+def _is_decoupled(site: Site) -> bool:
+    return isinstance(getattr(site.module, "self_score", None), SelfScore)
+
+
+def _start(
+    model: Any, found: Sequence[Site], scores: Sequence[SelfScore], init: Init, batch: Any, seed: int
+) -> dict[str, Any]:
+    """Give every `v` its first values; what the record shall have about them."""
+    from qkform.surgery import starts
+
+    if init == "zero":
+        return {}
+    values: list[Tensor]
+    facts: dict[str, Any] = {}
+    if init == "diagonal":
+        values = [starts.diagonal(site, s.normalise) for site, s in zip(found, scores, strict=True)]
+    elif init == "spread":
+        noise = torch.Generator().manual_seed(seed)
+        values = [starts.spread(site, s.normalise, noise) for site, s in zip(found, scores, strict=True)]
+    else:
+        fitted = starts.fit(model, found, scores, batch)
+        values = [v for v, _ in fitted]
+        facts = {"r2": [r2 for _, r2 in fitted]}
+    with torch.no_grad():
+        for score, value in zip(scores, values, strict=True):
+            score.v.copy_(value)
+    return facts
+
+
+def _warn_of_dropout(found: Sequence[Site]) -> None:
+    for site in found:
+        for name in _DROPOUTS:
+            rate = getattr(site.module, name, None)
+            rate = getattr(rate, "p", rate)
+            if isinstance(rate, float) and rate > 0:
+                warnings.warn(
+                    f"{site.path} has attention dropout {rate}: in training its calls take the reference, slower "
+                    "and with memory that grows with the square of the length; set it to 0 for the fast path",
+                    UserWarning,
+                    stacklevel=3,
+                )
+                return

@@ -1,0 +1,222 @@
+"""What transformers calls in place of its attention: one function for every kind of attention that surgery makes.
+
+It is registered as an attention implementation (`NAME`) with a mask function that is SDPA's. A module says by its
+`Switch` what it wants; a module without one, such as a cross-attention of the same model, gets standard attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkform.attention import decoupled_attention, exclusive_attention, no_diagonal_attention
+from qkform.errors import SurgeryError
+
+NAME = "qkform"
+SWITCH = "qkform_attention"  # the attribute of an attention module that holds its Switch
+SINKS = ("s_aux", "sinks")
+UNKNOWN = (
+    "softcap",
+    *SINKS,
+    "indices",
+    "block_indices",
+)  # arguments that change scores as no function here does
+
+
+class Switch:
+    """What kind of attention a module computes, and where among the keys the tokens of the current call start.
+
+    Copied or unpickled, it makes sure that this process knows the implementation that the model's config names.
+    """
+
+    def __init__(self, kind: str, before: str | None) -> None:
+        self.kind = kind
+        self.before = before  # the attention implementation that the module's config named before
+        self.start: Tensor | int | None = None  # None: the queries are the last keys
+        self.observe: Callable[..., None] | None = (
+            None  # sees the arguments of standard attention, see `starts`
+        )
+
+    def __reduce__(self) -> tuple[Callable[[str, str | None], Switch], tuple[str, str | None]]:
+        return _switch, (self.kind, self.before)
+
+
+def _switch(kind: str, before: str | None) -> Switch:
+    register()
+    return Switch(kind, before)
+
+
+def register() -> None:
+    """Make the implementation known to transformers; a second time changes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """As transformers calls it: query (B, H, N, D), key and value (B, G, M, D) -> (B, N, H, D), weights or None.
+
+    The weights (B, H, N, M), without dropout, are computed only for output_attentions=True.
+    """
+    switch = getattr(module, SWITCH, None)
+    kind = "standard" if switch is None else switch.kind
+    if switch is not None and switch.observe is not None:
+        switch.observe(query, key, attention_mask, scaling)
+        kind = "standard"
+    standard = partial(
+        _standard, module, query, key, attention_mask, scaling, is_causal, position_bias, others
+    )
+    compute: Callable[..., Tensor] = standard
+    if kind != "standard":
+        _refuse_unknown(module, others)
+        _refuse_mask(module, attention_mask)
+        compute = _changed(module, kind, query, key, attention_mask, scaling, is_causal, position_bias)
+    out = compute(value, dropout).transpose(1, 2).contiguous()  # (B, N, H, D)
+    if not (others.get("output_attentions") or getattr(module.config, "output_attentions", False)):
+        return out, None
+    keys = key.shape[2]
+    units = torch.eye(keys, dtype=value.dtype, device=value.device).expand(*key.shape[:2], keys, keys)
+    weights = (
+        standard if kind == "exclusive" else compute
+    )  # exclusive attention changes what the weights bring
+    return out, weights(units, 0.0)  # (B, H, N, M): with the unit vectors as values, the weights come out
+
+
+def _standard(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    is_causal: bool | None,
+    position_bias: Tensor | None,
+    others: dict[str, Any],
+    value: Tensor,
+    dropout: float,
+) -> Tensor:
+    """(B, H, N, D_v) of what transformers itself would compute."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    given = {name: each for name, each in others.items() if name != "output_attentions"}
+    if position_bias is not None:
+        given["position_bias"] = position_bias
+    out, _ = sdpa_attention_forward(
+        module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **given
+    )
+    return out.transpose(1, 2)
+
+
+def _changed(
+    module: Any,
+    kind: str,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    is_causal: bool | None,
+    position_bias: Tensor | None,
+) -> Callable[[Tensor, float], Tensor]:
+    """A changed attention of these queries and keys: (value, dropout) -> (B, H, N, D_v)."""
+    n, m = query.shape[2], key.shape[2]
+    start = getattr(module, SWITCH).start
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(causal) and mask is None and n > 1
+    used = m
+    if causal and start is not None:
+        # A cache of fixed size that is filled for the first time: transformers leaves the mask out for n queries
+        # over m keys only where the queries are the first n of them. See sdpa_attention_forward.
+        used, start = n, None
+        key = key[:, :, :n]
+        position_bias = None if position_bias is None else position_bias[..., :n]
+    if position_bias is not None:
+        mask = _with_bias(position_bias, mask)
+    if kind == "decoupled":
+        function = partial(decoupled_attention, self_score=_own_score(module, query, scaling))
+    else:
+        function = partial(exclusive_attention if kind == "exclusive" else no_diagonal_attention)
+
+    def compute(value: Tensor, dropout: float) -> Tensor:
+        return function(
+            query,
+            key,
+            value[:, :, :used],
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=causal,
+            scale=scaling,
+            enable_gqa=True,
+            query_start=start,
+        )
+
+    return compute
+
+
+def _own_score(module: Any, query: Tensor, scaling: float | None) -> Tensor:
+    """(B, H, N): what the module's self score holds, in the units of `q . k` as the function gets them."""
+    score = module.self_score.take()
+    if score is None:
+        raise SurgeryError(
+            f"a {type(module).__name__} was decoupled, but its query projection did not run in this call: it has been "
+            "replaced since; recouple_ the model before its projections are replaced, and decouple_ it afterwards"
+        )
+    batch, heads, n, _ = query.shape
+    if score.shape[0] != batch or score.shape[1:] != (heads, n):
+        raise SurgeryError(
+            f"the query projection of a {type(module).__name__} saw {tuple(score.shape[::2])} (batch, tokens) and its "
+            f"attention is of {(batch, n)}: it cuts its tokens into windows, which decouple_ does not know"
+        )
+    factor = prescale(module, scaling)
+    return score if factor is None else score * factor
+
+
+def prescale(module: Any, scaling: float | None) -> float | None:
+    """What the module has multiplied its queries with: Whisper and OPT scale them, and hand over the scale 1."""
+    own = getattr(module, "scaling", None)
+    if scaling == 1.0 and isinstance(own, float) and own != 1.0:
+        return own
+    return None
+
+
+def _with_bias(position_bias: Tensor, mask: Tensor | None) -> Tensor:
+    """A position bias and a mask as one float mask."""
+    if mask is None:
+        return position_bias
+    if mask.dtype == torch.bool:
+        return position_bias.masked_fill(~mask, -math.inf)
+    return position_bias + mask
+
+
+def _refuse_unknown(module: Any, others: dict[str, Any]) -> None:
+    for name in UNKNOWN:
+        if others.get(name) is not None:
+            raise SurgeryError(
+                f"a {type(module).__name__} changes its scores by {name!r}, which surgery does not know"
+            )
+
+
+def _refuse_mask(module: Any, mask: Any) -> None:
+    """A mask made for another implementation: its absence, or its shape, would mean something else here."""
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 4):
+        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise SurgeryError(
+            f"a {type(module).__name__} got a mask of {found} made for another attention implementation; expected "
+            f"(batch, heads, queries, keys): has config._attn_implementation been changed since the surgery?"
+        )

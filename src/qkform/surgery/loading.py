@@ -1,0 +1,196 @@
+"""`from_pretrained`: load a Hugging Face model that surgery changed, with the changes that its config records."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from qkform.errors import CheckpointError, QKFormError, SurgeryError, prefixed
+from qkform.surgery import record
+
+# change -> the module whose `restore(model, change)` rebuilds its structure; None: it changed values, which are saved
+_HOME: dict[str, str | None] = {
+    "collapse": "qkform.surgery.factorize",
+    "decouple": "qkform.surgery.decouple",
+    "set_attention": "qkform.surgery.set_attention",
+    "symmetrize": None,
+}
+
+
+def from_pretrained(model_class: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    """`model_class.from_pretrained(source, ...)` for a model that surgery changed and `save_pretrained` saved.
+
+    `model_class` is a model class of transformers or one of its Auto classes, `source` and the other arguments are
+    those of its `from_pretrained`. What `config.qkform` records is built into the empty model before its weights are
+    read, so that every parameter comes from the file, `self_score.v` too; a model without a record loads as ever.
+
+    SurgeryError for a record of a newer qkform, a change it does not know, or a model with no room for it;
+    CheckpointError where the files lack a parameter that the record promises, have one of another shape, or have a
+    self score without a record.
+
+    >>> model = from_pretrained(AutoModelForMaskedLM, "folder")     # doctest: +SKIP
+    """
+    told = kwargs.pop("output_loading_info", False)
+    ignore = kwargs.pop("ignore_mismatched_sizes", False)
+    restored = _Restored()
+    try:
+        model, report = restored.kind(model_class).from_pretrained(
+            source, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
+        restored.finish(model, report, ignore)
+    except QKFormError as error:
+        raise prefixed(error, str(source)) from error
+    return (model, report) if told else model
+
+
+class _Restored:
+    """One loading: the class that restores while transformers builds the model, and what came of it."""
+
+    def __init__(self) -> None:
+        self.added: list[
+            set[str]
+        ] = []  # per model that was built: names of the parameters that restoring gave it
+        self.classes: dict[type, type] = {}  # class of a model -> the one that restores
+
+    def kind(self, model_class: Any) -> Any:
+        """The class to load with: a subclass of a model class, or an Auto class that knows such subclasses."""
+        mapping = getattr(model_class, "_model_mapping", None)
+        if mapping is not None:
+            return type(model_class.__name__, (model_class,), {"_model_mapping": _Mapping(mapping, self)})
+        if not (isinstance(model_class, type) and hasattr(model_class, "_load_pretrained_model")):
+            raise SurgeryError(
+                f"{model_class!r:.80} is no model class; expected one of transformers, or an Auto class"
+            )
+        return self.restoring(model_class)
+
+    def restoring(self, model_class: type) -> type:
+        """A subclass of the same name whose models are restored when they are built, before weights are loaded."""
+        if model_class in self.classes:
+            return self.classes[model_class]
+
+        @functools.wraps(model_class.__init__)  # type: ignore[misc]
+        def build(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+            model_class.__init__(model, config, *args, **kwargs)  # type: ignore[misc]
+            before = {name for name, _ in model.named_parameters()}
+            restore(model)
+            self.added.append({name for name, _ in model.named_parameters()} - before)
+
+        names = ("__module__", "__qualname__", "__doc__")
+        inside = {name: getattr(model_class, name) for name in names}
+        made = type(model_class.__name__, (model_class,), {**inside, "__init__": build})
+        self.classes[model_class] = made
+        return made
+
+    def finish(self, model: Any, report: Mapping[str, Any], ignore_mismatched_sizes: bool) -> None:
+        """Give the model its own class; CheckpointError where its files do not hold what they should."""
+        if not self._was_restored(model) and record.changes(model):
+            raise SurgeryError(
+                f"the model's class, {type(model).__name__}, is custom code that an Auto class fetched, and was "
+                "loaded without its surgery; pass the class itself"
+            )
+        added = self.added[-1] if self.added else set()
+        lacking = sorted(added & set(report["missing_keys"]))
+        if lacking:
+            raise CheckpointError(
+                f"the files have no {_some(lacking)}, which the record of surgery in config.qkform promises"
+            )
+        wrong = {name: (tuple(filed), tuple(live)) for name, filed, live in report["mismatched_keys"]}
+        if not ignore_mismatched_sizes:
+            added = added | set(wrong)
+        wrong = {name: shapes for name, shapes in wrong.items() if name in added}
+        if wrong:
+            said = [
+                f"{name}: {filed} in the files, {live} expected"
+                for name, (filed, live) in sorted(wrong.items())
+            ]
+            raise CheckpointError(f"shapes do not fit the config: {_some(said)}")
+        has = {path for path, _ in model.named_modules()}
+        unread = (name for name in report["unexpected_keys"] if name.endswith(".self_score.v"))
+        strange = sorted(name for name in unread if name.removesuffix(".self_score.v") in has)
+        if strange:
+            raise CheckpointError(
+                f"the files have {_some(strange)}, and config.qkform records no attention that would use it; put the "
+                "record back into config.json, or load without it: model_class.from_pretrained"
+            )
+
+    def _was_restored(self, model: Any) -> bool:
+        """Whether the model was built by a restoring class; it has its own class from now on."""
+        own = type(model).__mro__[1]
+        if self.classes.get(own) is not type(model):
+            return False
+        model.__class__ = own
+        return True
+
+
+class _Mapping:
+    """The mapping of an Auto class from configs to model classes, with restoring ones in the place of each."""
+
+    def __init__(self, mapping: Any, restored: _Restored) -> None:
+        self._mapping = mapping
+        self._restored = restored
+
+    def __getitem__(self, config_class: Any) -> Any:
+        found = self._mapping[config_class]
+        if isinstance(found, list | tuple):
+            return [self._restored.restoring(each) for each in found]
+        return self._restored.restoring(found)
+
+    def __contains__(self, config_class: Any) -> bool:
+        return config_class in self._mapping
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._mapping)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mapping, name)
+
+
+def restore(model: Any) -> None:
+    """Build into a model of stock structure what its record of surgery describes; values come from elsewhere.
+
+    The record is brought to this class of model: with another head, or none, its modules have other paths, and those
+    of a part that it does not have are gone.
+    """
+    changes = record.changes(model)
+    for change in changes:
+        name = change.get("change")
+        if name not in _HOME:
+            raise SurgeryError(
+                f"the model's record of surgery has the change {name!r:.80}; known: {', '.join(sorted(_HOME))}; "
+                "upgrade qkform"
+            )
+    changes = [_moved(model, change) for change in changes]
+    for change in changes:
+        record.forget(model, change["change"])
+    for change in changes:
+        record.note(model, **change)
+        home = _HOME[change["change"]]
+        if home is not None:
+            importlib.import_module(home).restore(model, change)
+
+
+def _moved(model: Any, change: dict[str, Any]) -> dict[str, Any]:
+    """A change with the paths, and what runs along them, that this model has; as it was where it has none of them."""
+    sites = change.get("sites")
+    if not isinstance(sites, list):
+        return change
+    has = {path for path, _ in model.named_modules()}
+    prefix = f"{model.base_model_prefix}."
+    places = [
+        next((path for path in (site, f"{prefix}{site}", site.removeprefix(prefix)) if path in has), None)
+        for site in map(str, sites)
+    ]
+    kept = [i for i, place in enumerate(places) if place is not None]
+    if not kept:
+        return change
+    along = {
+        k: [v[i] for i in kept] for k, v in change.items() if isinstance(v, list) and len(v) == len(sites)
+    }
+    return {**change, **along, "sites": [places[i] for i in kept]}
+
+
+def _some(things: list[str], most: int = 3) -> str:
+    more = f" and {len(things) - most} more" if len(things) > most else ""
+    return ", ".join(things[:most]) + more

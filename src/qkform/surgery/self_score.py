@@ -1,0 +1,61 @@
+"""`SelfScore`: the score of a token with itself as a quadratic form of its own, one vector per head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_TINY = 1e-12  # under the mean square, so that a token of zeros scores 0
+
+
+class SelfScore(nn.Module):  # type: ignore[misc]
+    """`sum_k v_hk x_k^2`: what `decouple_` puts in the place of `q . k` where a token meets itself.
+
+    It is registered as `self_score` on the attention module, so that its parameter is `...self_score.v` in every state
+    dict. The score is unscaled: the attention multiplies it by the same scale as `q . k`.
+
+    v           (n_heads, d_model)
+    normalise   of x / rms(x), for models with norms on queries and keys, whose `q . k` is bounded too
+    """
+
+    v: nn.Parameter
+    _held: Tensor | None
+
+    def __init__(
+        self,
+        n_heads: int,
+        d_model: int,
+        *,
+        normalise: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.zeros(n_heads, d_model, device=device, dtype=dtype))
+        self.normalise = normalise
+        self._held = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, N, d_model) -> (B, n_heads, N), in float32, in float64 for float64 x; autocast does not lower it."""
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        with torch.autocast(x.device.type, enabled=False):
+            squares = self.squares(x.to(wide))
+            return (squares @ self.v.to(wide).mT).mT.contiguous()  # (B, N, d) (d, H) -> (B, H, N)
+
+    def squares(self, x: Tensor) -> Tensor:
+        """x^2, of x / rms(x) where the module normalises: what `v` is multiplied with."""
+        squares = x.square()
+        return squares / (squares.mean(-1, keepdim=True) + _TINY) if self.normalise else squares
+
+    def hold(self, score: Tensor) -> None:
+        """Keep the score of this call until it is taken."""
+        self._held = score
+
+    def take(self) -> Tensor | None:
+        """The score that is held, which is forgotten; None where there is none."""
+        held, self._held = self._held, None
+        return held
+
+    def extra_repr(self) -> str:
+        n_heads, d_model = self.v.shape
+        return f"n_heads={n_heads}, d_model={d_model}" + (", normalise=True" if self.normalise else "")
