@@ -274,3 +274,10 @@ def test_standard_attention_to_another_sequence_has_statistics_too():
         found = qk.attention.attention_statistics(q, k, largest=largest)
         weights = (q @ k.mT / math.sqrt(5)).softmax(-1)
         assert (found.entropy - torch.special.entr(weights).sum(-1)).abs().max() < 1e-13
+
+
+def test_where_a_query_stands_makes_no_difference_to_standard_bidirectional_attention():
+    q, k, _ = Case().inputs()
+    one = qk.attention.attention_statistics(q, k)
+    other = qk.attention.attention_statistics(q, k, query_start=100)
+    assert torch.equal(one.entropy, other.entropy)
