@@ -333,7 +333,7 @@ def models() -> Iterator[tuple[str, Any]]:
         yield f"GPT-2 type, {layers} layers", GPT2LMHeadModel(gpt2)
 
 
-def measure_step(device: str, budget: float) -> list[dict[str, Any]]:
+def measure_step(device: str, budget: float, least: int) -> list[dict[str, Any]]:
     batch, n = 2, 512
     results = []
     for name, model in models():
@@ -343,7 +343,7 @@ def measure_step(device: str, budget: float) -> list[dict[str, Any]]:
         standard = model.to(device).train()
         decoupled = qk.surgery.decouple_(copy.deepcopy(standard))
         steps = {"standard": step_of(standard, tokens), "decoupled": step_of(decoupled, tokens)}
-        times = in_turn(steps, device, budget, tuple(steps), least=11)
+        times = in_turn(steps, device, budget, tuple(steps), least)
         results.append(
             {
                 "model": name,
@@ -506,7 +506,7 @@ def main() -> None:
             options.device, MEMORY_LENGTHS[:2] if options.quick else MEMORY_LENGTHS
         )
     if "step" in parts:
-        result["step"] = measure_step(options.device, 4 * budget)
+        result["step"] = measure_step(options.device, 4 * budget, 3 if options.quick else 11)
     text = report(result)
     print(text)
     if options.save:
