@@ -12,6 +12,7 @@ from qkform.surgery import record
 
 # change -> the module whose `restore(model, change)` rebuilds its structure; None: it changed values, which are saved
 _HOME: dict[str, str | None] = {
+    "collapse": "qkform.surgery.factorize",
     "decouple": "qkform.surgery.decouple",
     "set_attention": "qkform.surgery.set_attention",
     "symmetrize": None,
