@@ -25,10 +25,14 @@ def check(site: Site) -> None:
     module = site.module
     kind = type(module)
     if isinstance(module, ChangedMultiheadAttention):
-        raise SurgeryError(f"{site.path} is changed already; undo that first (`recouple_`)")
+        raise SurgeryError(
+            f"{site.path} is changed already, to {module.kind} attention; undo that first "
+            f"({'`recouple_`' if module.kind == 'decoupled' else '`set_attention_` to standard'})"
+        )
     if hasattr(module, "parametrizations"):
         raise SurgeryError(
-            f"{site.path} has parametrized weights; change its attention first, then parametrize"
+            f"{site.path} has parametrized weights; undo that (`unsplit_` for param_groups), and change its attention "
+            "first, then parametrize"
         )
     if kind is not nn.MultiheadAttention or "forward" in vars(module):
         raise SurgeryError(
@@ -74,7 +78,7 @@ def switch_on(site: Site, kind: Kind) -> None:
     module.kind = kind
     module.site_path = site.path
     for encoder in _encoders_around(site):
-        if encoder.use_nested_tensor:
+        if getattr(encoder, "use_nested_tensor", False):
             encoder.use_nested_tensor = False
             setattr(encoder, _NESTED, True)
 
