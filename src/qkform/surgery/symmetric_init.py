@@ -119,7 +119,7 @@ def _chosen(model: Any) -> tuple[list[Site], tuple[Mapping[str, str], ...]]:
         else:
             left.append({"module": site.path, "reason": reason})
     if not chosen:
-        reasons = "; ".join(f"{entry['module']}: {entry['reason']}" for entry in left[:3])
+        reasons = "; ".join(f"{entry['module'] or 'the model'}: {entry['reason']}" for entry in left[:3])
         raise SurgeryError(f"no self-attention to symmetrize was found ({reasons})")
     return chosen, tuple(left)
 
