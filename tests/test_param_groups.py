@@ -723,6 +723,26 @@ def test_a_ratio_that_is_not_positive_is_refused(ratio: float) -> None:
         param_groups(tiny("mha"), lr=1e-3, qk_lr_ratio=ratio)
 
 
+class DistributedDataParallel(nn.Module):
+    """What the wrapper of torch looks like from outside."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_splitting_comes_before_wrapping() -> None:
+    model = tiny("gpt2")
+    with pytest.raises(
+        SurgeryError, match=r"transformer\.h\.0\.attn\.c_attn\.weight: .*before it is wrapped"
+    ):
+        param_groups(DistributedDataParallel(model), lr=1e-3, qk_lr_ratio=2.0)
+    assert not any(is_split(m) for m in model.modules())
+    before = param_groups(model, lr=1e-3, qk_lr_ratio=2.0)
+    after = param_groups(DistributedDataParallel(model), lr=1e-3, qk_lr_ratio=2.0)
+    assert [[id(p) for p in g["params"]] for g in before] == [[id(p) for p in g["params"]] for g in after]
+
+
 def test_a_fused_weight_that_is_tied_is_refused_and_nothing_is_left_split() -> None:
     model = nn.ModuleList([nn.MultiheadAttention(24, 3) for _ in range(3)])
     model[2].in_proj_weight = model[1].in_proj_weight
