@@ -85,6 +85,9 @@ class ChangedMultiheadAttention(nn.MultiheadAttention):  # type: ignore[misc]
             return out[0], None if weights is None else weights[0]
         return out if self.batch_first else out.transpose(0, 1), weights
 
+    def extra_repr(self) -> str:
+        return f"kind={self.kind!r}"
+
     def _attended(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **given: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -285,11 +288,15 @@ def switch_off(site: Site) -> None:
     """Undo `switch_on`."""
     module = site.module
     if type(module) is not ChangedMultiheadAttention:
+        if hasattr(module, "parametrizations"):
+            raise SurgeryError(
+                f"{site.path} has parametrized weights; undo that first (`unsplit_` for param_groups)"
+            )
         raise SurgeryError(
             f"{site.path} is a {type(module).__name__}; expected an attention that was changed"
-            + (", and whose weights are not parametrized" if hasattr(module, "parametrizations") else "")
         )
-    vars(module).pop("observe", None)
+    if "observe" in vars(module):
+        del module.observe
     del module.kind
     del module.site_path
     module.__class__ = nn.MultiheadAttention
