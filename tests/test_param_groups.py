@@ -609,13 +609,15 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
 def test_a_split_model_trains_as_one_with_separate_projections(
     name: str, optimizer: str, dtype: torch.dtype
 ) -> None:
-    """50 steps, the rate of Q and K four times the others': losses and parameters agree to 1e-6.
+    """50 steps, the rate of Q and K four times the others': losses and parameters agree, in float64 to 1e-11.
 
-    In float32 the key biases do not count under Adam: softmax cancels what they add, so that their gradient is
-    rounding error, which Adam blows up to whole steps. In float64 it stays under Adam's eps.
+    In float32 losses agree to 1e-6. Adam divides rounding errors by the size of the gradient where that is small, so
+    parameters agree to 1e-5 only (1e-6 here), and key biases do not count: softmax cancels what they add, their
+    gradient is nothing but rounding error, and Adam takes whole steps along it.
     """
     steps, ratio, decay = 50, 4.0, 0.1
     lr = 1e-3 if optimizer == "adamw" else 2e-2
+    tolerance = 1e-11 if dtype == torch.float64 else 1e-5 if optimizer == "adamw" else 1e-6
     split, apart = tiny(name).to(dtype), tiny(name).to(dtype)
     groups = param_groups(split, lr=lr, qk_lr_ratio=ratio, weight_decay=decay)
     fast, slow = [], []
@@ -644,22 +646,24 @@ def test_a_split_model_trains_as_one_with_separate_projections(
             stepper.step()
             history.append(loss.item())
         losses.append(history)
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert losses[0] == pytest.approx(losses[1], rel=0, abs=min(tolerance, 1e-6))
     assert losses[0][-1] < losses[0][0] - 0.1
     pairs = zip(_fused_modules(split, name), _fused_modules(apart, name), strict=True)
     for (module, attribute), (other, _) in pairs:
         weight, bias = getattr(other, attribute).fused()
         own = getattr(module, attribute)
         found = own.weight.T if name == "gpt2" else own.weight
-        assert (found - weight).abs().max().item() < 1e-6
+        assert (found - weight).abs().max().item() < tolerance
         biases = (own.bias - bias).abs().view(*((3, 3, 8) if name == "gpt_neox" else (3, 24)))
         of_keys = 1 if name == "gpt_neox" else 0  # (heads, q k v, d_head), or (q k v, all)
         counted = torch.tensor([0, 1, 2] if optimizer == "sgd" or dtype == torch.float64 else [0, 2])
-        assert biases.index_select(of_keys, counted).max().item() < 1e-6
+        assert biases.index_select(of_keys, counted).max().item() < tolerance
     named = dict(split.named_parameters())
     common = [n for n, _ in apart.named_parameters() if n in named]
     assert len(common) > 10
-    assert max((named[n] - p).abs().max().item() for n, p in apart.named_parameters() if n in named) < 1e-6
+    assert (
+        max((named[n] - p).abs().max().item() for n, p in apart.named_parameters() if n in named) < tolerance
+    )
 
 
 def test_a_rate_is_not_a_scaled_gradient_under_adam() -> None:
@@ -717,6 +721,26 @@ def test_a_model_without_attention_is_refused() -> None:
 def test_a_ratio_that_is_not_positive_is_refused(ratio: float) -> None:
     with pytest.raises(SurgeryError, match=r"qk_lr_ratio is .*requires_grad"):
         param_groups(tiny("mha"), lr=1e-3, qk_lr_ratio=ratio)
+
+
+class DistributedDataParallel(nn.Module):
+    """What the wrapper of torch looks like from outside."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_splitting_comes_before_wrapping() -> None:
+    model = tiny("gpt2")
+    with pytest.raises(
+        SurgeryError, match=r"transformer\.h\.0\.attn\.c_attn\.weight: .*before it is wrapped"
+    ):
+        param_groups(DistributedDataParallel(model), lr=1e-3, qk_lr_ratio=2.0)
+    assert not any(is_split(m) for m in model.modules())
+    before = param_groups(model, lr=1e-3, qk_lr_ratio=2.0)
+    after = param_groups(DistributedDataParallel(model), lr=1e-3, qk_lr_ratio=2.0)
+    assert [[id(p) for p in g["params"]] for g in before] == [[id(p) for p in g["params"]] for g in after]
 
 
 def test_a_fused_weight_that_is_tied_is_refused_and_nothing_is_left_split() -> None:

@@ -34,7 +34,7 @@ def collapse_(model: nn.Module, *, ov: bool = True, max_parameters: int = MAX_PA
     Goes with nn.MultiheadAttention, with `CircuitAttention` whose circuits are factorized, and with self-attentions of
     Hugging Face models that have one projection of each kind (or GPT-2's), a head size of their own and no rotary
     embedding: BERT and its kin, ViT, GPT-2. There both circuits are collapsed. Cross-attention of such models stays.
-    The new matrices are float64 products, rounded once.
+    The new matrices are float64 products, rounded once. The new parameters learn, and are in no optimizer yet.
 
     ov              W_OV too; False keeps W_V and W_O (not for Hugging Face models)
     max_parameters  refuse to make larger matrices in all: n_heads * d_model^2 each

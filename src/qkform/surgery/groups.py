@@ -40,7 +40,8 @@ def param_groups(
     * qk: weights and biases of queries and keys, cross-attention included
     * ov: those of values and of the output projection
     * self_score: v of a decoupled self score
-    * rest: embeddings, norms (on queries and keys too), feed-forward layers, heads
+    * rest: embeddings, norms (on queries and keys too), feed-forward layers, heads; and a value or output projection
+      that neither its name nor its shape shows, which learns at the same rate there (`describe_groups` lists all)
 
     Biases and norms do not decay, embeddings do, as transformers' Trainer has it. The self score's v does: like W_Q
     and W_K it is the weight of a score, and no offset.
