@@ -145,7 +145,7 @@ def _self_scores(
 
 
 def _slopes(grad: Tensor, own: Tensor, out: Tensor) -> Tensor:
-    """grad . (v_self - out) for each row, (B, H, N): some sequences at a time, so that nothing large is in between."""
+    """grad . (v_self - out) of each row, (B, H, N): a few sequences at a time, so that what is in between is small."""
     wide, groups = score_type(grad), own.shape[1]
     slopes = grad.new_empty(grad.shape[:-1], dtype=wide)
     together = max(1, TOGETHER // max(1, grad[:1].numel()))
