@@ -156,7 +156,7 @@ def _problem(site: Site) -> str | None:
             f"a {kind} adds up several query-key terms, of which no single one is the score of a token with itself; "
             "choose a model with one term, or decouple a part of this one"
         )
-    if not hasattr(getattr(module, "config", None), "_attn_implementation") or not _uses_interface(module):
+    if not hasattr(getattr(module, "config", None), "_attn_implementation") or not uses_interface(module):
         return (
             f"a {kind} does not call its attention through transformers' AttentionInterface, so that its scores "
             "cannot be changed; change the part of the model that does, or use nn.MultiheadAttention"
@@ -181,7 +181,8 @@ def _problem(site: Site) -> str | None:
     return None
 
 
-def _uses_interface(module: Any) -> bool:
+def uses_interface(module: Any) -> bool:
+    """Whether the code of a module asks transformers for its attention function."""
     return "ALL_ATTENTION_FUNCTIONS" in set(_names(module))
 
 

@@ -180,8 +180,9 @@ def _own_score(module: Any, query: Tensor, scaling: float | None) -> Tensor:
     batch, heads, n, _ = query.shape
     if score.shape[0] != batch or score.shape[1:] != (heads, n):
         raise SurgeryError(
-            f"the query projection of a {type(module).__name__} saw {tuple(score.shape[::2])} (batch, tokens) and its "
-            f"attention is of {(batch, n)}: it cuts its tokens into windows, which decouple_ does not know"
+            f"the self score of a {type(module).__name__} is of {tuple(score.shape)}, and its attention of "
+            f"{(batch, heads, n)} (batch, heads, tokens): heads were pruned after decouple_, or the module cuts its "
+            "tokens into windows, which decouple_ does not know"
         )
     factor = prescale(module, scaling)
     return score if factor is None else score * factor
