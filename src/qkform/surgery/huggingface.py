@@ -54,7 +54,9 @@ def switch_on(site: Site, kind: str) -> None:
     """The module's attention is from now on of this kind, see `interface.attention`."""
     module = site.module
     interface.register()
-    setattr(module, SWITCH, Switch(kind, _before(site)))
+    setattr(
+        module, SWITCH, Switch(kind, module.config._attn_implementation)
+    )  # NAME after the first of a config
     module.config._attn_implementation_internal = (
         NAME  # the property would set those of parts of the model too
     )
@@ -77,16 +79,6 @@ def switched(module: Any) -> str | None:
     """The kind of attention that a module was switched to; None for a module as its model made it."""
     switch = getattr(module, SWITCH, None)
     return None if switch is None else str(switch.kind)
-
-
-def _before(site: Site) -> str | None:
-    """The implementation that the module's config named before surgery; modules share configs."""
-    config = site.module.config
-    named: str | None = config._attn_implementation
-    if named != NAME:
-        return named
-    known = (vars(m).get(SWITCH) for m in site.live.root.modules() if vars(m).get("config") is config)
-    return next((switch.before for switch in known if switch is not None), "sdpa")
 
 
 def _read(projection: nn.Module, args: tuple[Any, ...]) -> None:
