@@ -359,6 +359,42 @@ def test_transformers_alone_loads_a_standard_model_and_says_so(tmp_path: Path, s
         qk.surgery.decouple_(loaded)
 
 
+def test_a_class_of_ones_own(tmp_path: Path) -> None:
+    class Own(transformers.BertForMaskedLM):  # type: ignore[name-defined, misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.logits = -out.logits
+            return out
+
+    model = decoupled(bert)
+    model.save_pretrained(tmp_path)
+    loaded = qk.surgery.from_pretrained(Own, tmp_path)
+    assert type(loaded) is Own
+    assert torch.equal(logits(loaded), -logits(model))
+
+
+def test_a_config_and_a_state_dict_of_ones_own(tmp_path: Path) -> None:
+    model = decoupled(llama)
+    model.save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    same(qk.surgery.from_pretrained(transformers.AutoModelForCausalLM, tmp_path, config=config), model)
+    given = {"config": config, "state_dict": model.state_dict()}
+    loaded = qk.surgery.from_pretrained(transformers.LlamaForCausalLM, None, **given)
+    assert torch.equal(logits(loaded), logits(model))
+    config.num_hidden_layers = 1  # the others are not there, as in transformers
+    short = qk.surgery.from_pretrained(transformers.LlamaForCausalLM, tmp_path, config=config)
+    assert record.done(short, "decouple")["sites"] == ["model.layers.0.self_attn"]
+
+
+def test_generation(tmp_path: Path) -> None:
+    for make in (llama, t5):
+        model = decoupled(make)
+        model.save_pretrained(tmp_path)
+        loaded = qk.surgery.from_pretrained(type(model), tmp_path)
+        given = {"inputs": TOKENS, "max_new_tokens": 5, "do_sample": False}
+        assert torch.equal(loaded.generate(**given), model.generate(**given))
+
+
 # ---- what is refused ---------------------------------------------------------------------------------------
 
 
@@ -380,7 +416,9 @@ def test_a_newer_record(folder: Path) -> None:
 
 def test_an_unknown_change(folder: Path) -> None:
     edit(folder, lambda config: config["qkform"]["changes"].append({"change": "transmute"}))
-    with pytest.raises(SurgeryError, match=r"has the change 'transmute'; known: decouple, .*upgrade qkform"):
+    with pytest.raises(
+        SurgeryError, match=r"has the change 'transmute'; known: .*decouple, .*upgrade qkform"
+    ):
         load(folder)
 
 
@@ -425,6 +463,19 @@ def test_a_self_score_without_a_record(folder: Path) -> None:
         CheckpointError, match=r"layer\.0\.attention\.self\.self_score\.v.* records no attention"
     ):
         load(folder)
+
+
+def test_custom_code_that_an_auto_class_fetches(folder: Path) -> None:
+    class Fetching(transformers.AutoModelForMaskedLM):  # type: ignore[name-defined, misc]
+        @classmethod
+        def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+            return transformers.BertForMaskedLM.from_pretrained(*args, **kwargs)
+
+    with pytest.raises(SurgeryError, match=r"BertForMaskedLM, is custom code .* pass the class itself"):
+        qk.surgery.from_pretrained(Fetching, folder)
+    edit(folder, lambda config: config.pop("qkform"))
+    rewrite(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "self_score" in name])
+    assert type(qk.surgery.from_pretrained(Fetching, folder)) is transformers.BertForMaskedLM
 
 
 def test_what_is_no_model_class(folder: Path) -> None:
