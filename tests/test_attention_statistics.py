@@ -63,6 +63,25 @@ def test_statistics_are_those_of_the_whole_matrix(case, decoupled, largest):
     assert found.normalised_entropy.isfinite().all()
 
 
+@pytest.mark.parametrize("decoupled", [False, True], ids=["standard", "decoupled"])
+@pytest.mark.parametrize("case", [c for c in CASES if c.mask[:5] not in ("bias", "float")], ids=by_name)
+def test_fused_kernels_and_the_scores_in_chunks_agree(case, decoupled):
+    """A float mask, here of zeros, takes the way over the scores."""
+    q, k, _ = case.inputs()
+    options = case.options()
+    mask = options.pop("attn_mask")
+    if mask is None:
+        mask = torch.ones(case.n, case.m, dtype=torch.bool)
+    own = self_score(case) if decoupled else None
+    added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -math.inf)
+    one = qk.attention.attention_statistics(q, k, own, attn_mask=mask, **options)
+    other = qk.attention.attention_statistics(q, k, own, attn_mask=added, **options)
+    assert torch.equal(one.keys, other.keys)
+    for name in ("log_sum_exp", "entropy", "largest"):
+        difference = getattr(one, name).nan_to_num(neginf=0.0) - getattr(other, name).nan_to_num(neginf=0.0)
+        assert difference.abs().max() < 1e-13, name
+
+
 @pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("case", [c for c in CASES if c.mask != "bias"], ids=by_name)
 def test_without_a_preference_the_entropy_is_the_log_of_the_number_of_keys(case, largest):
@@ -103,6 +122,18 @@ def test_one_key_takes_everything_when_the_scores_are_large(largest):
     assert (found.log_sum_exp - 1e4).abs().max() < 1e-2
     if largest:
         assert (found.largest - 1).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("mask", ["none", "right padding", "bias"])
+def test_rounding_leaves_the_ranges(mask):
+    """Scores of hundreds in float32: the entropy is a difference of large numbers."""
+    case = Case(n=60, m=60, mask=mask)
+    q, k, _ = case.inputs(dtype=torch.float32)
+    found = qk.attention.attention_statistics(100 * q, k, **case.options())
+    assert (found.entropy == 0).any()
+    assert found.entropy.min() >= 0
+    assert found.effective_keys.min() >= 1
+    assert found.largest.max() <= 1
 
 
 @pytest.mark.parametrize("largest", [True, False])
@@ -175,6 +206,17 @@ def test_low_precision_is_computed_in_float32(dtype, largest):
     assert torch.equal(one.entropy, other.entropy)
 
 
+@pytest.mark.parametrize("mask", ["none", "bias"])
+def test_autocast_does_not_reach_the_statistics(mask):
+    case = Case(mask=mask)
+    q, k, _ = case.inputs(dtype=torch.float32)
+    one = qk.attention.attention_statistics(q, k, **case.options())
+    with torch.autocast("cpu", torch.bfloat16):
+        other = qk.attention.attention_statistics(q, k, **case.options())
+    assert torch.equal(one.entropy, other.entropy)
+    assert torch.equal(one.largest, other.largest)
+
+
 @pytest.mark.parametrize("largest", [True, False])
 def test_statistics_ask_for_no_gradient(largest):
     q, k, _ = (x.requires_grad_() for x in Case().inputs())
@@ -232,3 +274,10 @@ def test_standard_attention_to_another_sequence_has_statistics_too():
         found = qk.attention.attention_statistics(q, k, largest=largest)
         weights = (q @ k.mT / math.sqrt(5)).softmax(-1)
         assert (found.entropy - torch.special.entr(weights).sum(-1)).abs().max() < 1e-13
+
+
+def test_where_a_query_stands_makes_no_difference_to_standard_bidirectional_attention():
+    q, k, _ = Case().inputs()
+    one = qk.attention.attention_statistics(q, k)
+    other = qk.attention.attention_statistics(q, k, query_start=100)
+    assert torch.equal(one.entropy, other.entropy)

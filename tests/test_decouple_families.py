@@ -167,11 +167,11 @@ generating = pytest.mark.parametrize(
 )
 
 
-def built(family: Family, seed: int = 0) -> Any:
+def built(family: Family, seed: int = 0, **settings: Any) -> Any:
     """The model with weights large enough that attention is far from uniform."""
     torch.manual_seed(seed)
     model_class = getattr(transformers, family.model)
-    model = model_class(model_class.config_class(**family.config)).eval()
+    model = model_class(model_class.config_class(**family.config | settings)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2 and "embed" not in name:
@@ -189,8 +189,8 @@ def randomised(model: Any, seed: int = 1) -> Any:
     return model
 
 
-def decoupled(family: Family) -> Any:
-    return randomised(decouple_(built(family)))
+def decoupled(family: Family, **settings: Any) -> Any:
+    return randomised(decouple_(built(family, **settings)))
 
 
 def inputs(family: Family, batch: int = 2, length: int = 9, seed: int = 2) -> dict[str, Any]:
@@ -234,6 +234,8 @@ class Oracle:
         scaling = d_head**-0.5 if scaling is None else scaling
         scores = torch.einsum("bhid,bhjd->bhij", query, key) * scaling
         path = self.paths.get(id(module))
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", False) if causal is None else causal
         if path in self.v:
             x = self.inputs.pop(id(module))
             if self.family.normalised:
@@ -246,7 +248,7 @@ class Oracle:
             scores = scores + kwargs["position_bias"]
         if attention_mask is not None:
             scores = scores + attention_mask
-        elif getattr(module, "is_causal", False) and path in self.v:
+        elif causal and path in self.v:
             scores = scores + torch.full((n, m), -torch.inf).triu(m - n + 1)
         return (scores.softmax(-1) @ value).transpose(1, 2), None
 
@@ -279,6 +281,7 @@ def oracle_of(family: Family, changed: Any) -> Iterator[Any]:
 
 def assert_close(one: torch.Tensor, other: torch.Tensor, tolerance: float = 1e-5) -> None:
     """To a share of the size of the numbers."""
+    one, other = one.detach(), other.detach()
     difference = float((one - other).abs().max() / other.abs().max().clamp(min=1))
     assert difference <= tolerance, f"largest difference {difference:.2e}"
 

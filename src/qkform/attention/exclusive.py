@@ -34,13 +34,15 @@ def exclusive_attention(
     position, which aligns bottom-right (`scaled_dot_product_attention` aligns top-left); with a mask, both apply.
 
     The difference is taken in float32 (float64 for float64), the result has the type of y.
-    Source: arXiv 2603.09078.  `scaled_dot_product_attention` and a few passes over its output.
+    Source: arXiv 2603.09078.  `scaled_dot_product_attention` and a few passes over its output; what that can do in
+    torch.func and in second derivatives, this can.
     """
     query, key, value = _autocast(query, key, value)
     check_heads(query, key, value, enable_gqa)
     n, m = query.shape[2], key.shape[2]
     if attn_mask is not None:
         check_mask(attn_mask, (*query.shape[:3], m))
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]  # fused kernels want more dimensions than one
     check_start(query_start, n, m)
     if scale is not None and scale <= 0:  # the fused kernels mask first: -inf times 0, or turned to +inf
         query, scale = scale * query, 1.0

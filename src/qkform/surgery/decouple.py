@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qkform import sites
-from qkform.errors import SurgeryError
+from qkform.errors import ConfigError, LayoutError, SurgeryError
 from qkform.sites import Site
 from qkform.surgery import record
 from qkform.surgery.self_score import SelfScore
@@ -42,13 +42,16 @@ def decouple_(
 
     The change is recorded in `model.config.qkform` (see `record`). SurgeryError, with the model as it was: no attention
     was found, none that is self-attention, decoupled before, or an attention that cannot be changed.
-    UserWarning where the model has attention dropout: those calls take the reference, which keeps N x N weights.
+    UserWarning where the model has attention dropout: those calls take the reference, which keeps N x N weights. And
+    where it has attentions whose weights no single parameter holds: those stay as they are.
 
     >>> decouple_(model)                                        # doctest: +SKIP
     >>> model.encoder.layer[0].attention.self.self_score.v      # doctest: +SKIP
     """
     if init not in get_args(Init):
         raise SurgeryError(f"init={init!r} is none of {', '.join(get_args(Init))}")
+    if batch is not None and init != "fit":
+        raise SurgeryError(f'batch is for init="fit", and init is {init!r}')
     _refuse_changed(model)
     found = self_sites(model)
     scores = _attach(found)
@@ -67,6 +70,7 @@ def decouple_(
         **facts,
     )
     _warn_of_dropout(found)
+    _warn_of_others(model, found)
     return model
 
 
@@ -101,21 +105,25 @@ def restore(model: Any, change: Mapping[str, Any]) -> None:
 
 def self_sites(model: Any) -> list[Site]:
     """The self-attentions of a model. SurgeryError where there are none."""
-    found = sites.find(model)
+    name = type(model).__name__
+    remedy = "give a transformers model, or a module that holds nn.MultiheadAttention"
+    try:
+        found = sites.find(model)
+    except (ConfigError, LayoutError) as error:
+        reason = str(error).partition(";")[0]
+        raise SurgeryError(f"no attention was found in {name}: {reason}; {remedy}") from error
     own = [site for site in found if site.layer.attention == "self"]
     if own:
         return own
-    name = type(model).__name__
     if len(found):
         raise SurgeryError(
             f"{name} has cross-attention only ({found[0].path}), where a token has no score with itself; "
             "give the model that holds its self-attention"
         )
-    seen = "".join(f"; {each['module']}: {each['reason']}" for each in found.skipped[:3])
-    raise SurgeryError(
-        f"no attention was found in {name}{seen}; "
-        "give a transformers model, or a module that holds nn.MultiheadAttention"
-    )
+    seen = {f"{each['module']}: {each['reason']}" for each in found.skipped}
+    if seen:
+        raise SurgeryError(f"no attention of {name} can be changed: {min(seen)}; {remedy}")
+    raise SurgeryError(f"no attention was found in {name}; {remedy}")
 
 
 def kind_of(site: Site) -> Any:
@@ -200,3 +208,16 @@ def _warn_of_dropout(found: Sequence[Site]) -> None:
                     stacklevel=3,
                 )
                 return
+
+
+def _warn_of_others(model: Any, found: Sequence[Site]) -> None:
+    """Attentions beside those that were changed, whose kind is not known: a model that is decoupled in part."""
+    from qkform.surgery.huggingface import uses_interface
+
+    modules = found[0].live.tree.modules
+    changed = {site.path for site in found}
+    for each in sites.find(model).skipped:
+        module = modules.get(each["module"])
+        if each["module"] not in changed and module is not None and uses_interface(module):
+            warnings.warn(f"{each['module']} stays as it is: {each['reason']}", UserWarning, stacklevel=3)
+            return

@@ -54,7 +54,9 @@ def switch_on(site: Site, kind: str) -> None:
     """The module's attention is from now on of this kind, see `interface.attention`."""
     module = site.module
     interface.register()
-    setattr(module, SWITCH, Switch(kind, _before(site)))
+    setattr(
+        module, SWITCH, Switch(kind, module.config._attn_implementation)
+    )  # NAME after the first of a config
     module.config._attn_implementation_internal = (
         NAME  # the property would set those of parts of the model too
     )
@@ -77,16 +79,6 @@ def switched(module: Any) -> str | None:
     """The kind of attention that a module was switched to; None for a module as its model made it."""
     switch = getattr(module, SWITCH, None)
     return None if switch is None else str(switch.kind)
-
-
-def _before(site: Site) -> str | None:
-    """The implementation that the module's config named before surgery; modules share configs."""
-    config = site.module.config
-    named: str | None = config._attn_implementation
-    if named != NAME:
-        return named
-    known = (vars(m).get(SWITCH) for m in site.live.root.modules() if vars(m).get("config") is config)
-    return next((switch.before for switch in known if switch is not None), "sdpa")
 
 
 def _read(projection: nn.Module, args: tuple[Any, ...]) -> None:
@@ -156,7 +148,7 @@ def _problem(site: Site) -> str | None:
             f"a {kind} adds up several query-key terms, of which no single one is the score of a token with itself; "
             "choose a model with one term, or decouple a part of this one"
         )
-    if not hasattr(getattr(module, "config", None), "_attn_implementation") or not _uses_interface(module):
+    if not hasattr(getattr(module, "config", None), "_attn_implementation") or not uses_interface(module):
         return (
             f"a {kind} does not call its attention through transformers' AttentionInterface, so that its scores "
             "cannot be changed; change the part of the model that does, or use nn.MultiheadAttention"
@@ -176,10 +168,13 @@ def _problem(site: Site) -> str | None:
     at = site.shares["w_q"].at
     if at.index is not None or at.owner is module or not isinstance(at.owner, nn.Module):
         return f"the queries of a {kind} come from no projection module of their own; change another part of the model"
+    if not any(at.owner is part for part in module.modules()):
+        return f"its queries are taken for those of {at.name!r}, outside of it; give the whole model, not a part of it"
     return None
 
 
-def _uses_interface(module: Any) -> bool:
+def uses_interface(module: Any) -> bool:
+    """Whether the code of a module asks transformers for its attention function."""
     return "ALL_ATTENTION_FUNCTIONS" in set(_names(module))
 
 
