@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from qkform.attention import decoupled_attention, fused, parts, trial
+from qkform.attention import decoupled_attention, fused, masks, parts, trial
 from qkform.errors import AttentionError
 from tests.attention_cases import MASKS, SHAPES, B, arguments, distance, mask_of, with_gradients
 
@@ -586,7 +586,7 @@ def test_no_mask_that_was_not_given_grows_with_the_square_of_the_length() -> Non
     assert part.mask is not None
     assert part.mask.untyped_storage().size() == 4 * 9999
     keys = torch.ones(1, 1, 1, 5000, dtype=torch.bool).expand(1, 1, 5000, 5000)
-    narrow = parts.as_floats(keys, q)
+    narrow = masks.as_floats(keys, q)
     assert narrow is not None
     assert narrow.shape == (1, 1, 1, 5000)
     for causal in (False, True):

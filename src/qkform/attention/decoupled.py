@@ -46,7 +46,8 @@ def decoupled_attention(
     impl: "flash" uses fused kernels (exact, memory linear in N; raises AttentionError where they cannot be used),
     "reference" the definition, "auto" flash where it can. Flash has no second derivatives and raises for them.
 
-    Returns (B, H, N, D_v) in the type of the query.  Source: THEORY.md 5.4; `reference.decoupled` is the definition.
+    Returns (B, H, N, D_v) in the type of the query.  Source: docs/math.md#a-score-of-its-own;
+    `reference.decoupled` is the definition.
 
     >>> q = k = v = torch.ones(1, 2, 3, 4)
     >>> decoupled_attention(q, k, v, torch.zeros(1, 2, 3), is_causal=True).shape

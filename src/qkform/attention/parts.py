@@ -90,20 +90,3 @@ def closed_rows(part: Part) -> Tensor:
         return ~reached[:, :, 0, :rows]
     places = torch.arange(keys, device=open_.device)
     return ~(open_ & (places <= places[:rows, None])).any(-1)
-
-
-def as_floats(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """The mask in 4 dimensions as the kernels want it: added floats, no repeated rows, the last dimension dense."""
-    if mask is None:
-        return None
-    mask = mask[(None,) * (4 - mask.dim())]
-    for dim in range(4):
-        if mask.stride(dim) == 0:
-            mask = mask.narrow(dim, 0, 1)  # an expanded dimension
-    if mask.dtype == torch.bool:
-        zero = torch.zeros((), dtype=like.dtype, device=mask.device)
-        mask = torch.where(mask, zero, -math.inf)
-    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-    if mask.dtype != like.dtype and mask.dtype != wide:
-        mask = mask.to(wide)
-    return mask.contiguous() if mask.shape[3] > 1 and mask.stride(3) != 1 else mask
