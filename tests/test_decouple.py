@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing as dynamo_testing
 from torch import nn
 
 from qkform import sites
@@ -736,7 +737,7 @@ def test_a_compiled_decoding_step_serves_every_position() -> None:
     tokens = inputs(family, length=12)["input_ids"]
     expected = logits(model, input_ids=tokens)
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    counter = dynamo_testing.CompileCounterWithBackend("eager")
     step = torch.compile(model, fullgraph=True, backend=counter, dynamic=False)
     past = cache_for(model, "static", family)
     logits(model, input_ids=tokens[:, :5], **{past_name(): past})
