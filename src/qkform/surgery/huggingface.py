@@ -54,12 +54,10 @@ def switch_on(site: Site, kind: str) -> None:
     """The module's attention is from now on of this kind, see `interface.attention`."""
     module = site.module
     interface.register()
-    setattr(
-        module, SWITCH, Switch(kind, module.config._attn_implementation)
-    )  # NAME after the first of a config
-    module.config._attn_implementation_internal = (
-        NAME  # the property would set those of parts of the model too
-    )
+    # Modules share a config: all but its first remember NAME, and what the first remembers is given back first.
+    setattr(module, SWITCH, Switch(kind, module.config._attn_implementation))
+    # Not by the property, which would set that of the config's parts too.
+    module.config._attn_implementation_internal = NAME
     module.register_forward_pre_hook(_begin, with_kwargs=True)
     module.register_forward_hook(_end, always_call=True)
 
