@@ -649,13 +649,20 @@ def test_an_unknown_start_is_refused() -> None:
     refused(bert(), "init='diag' is none of diagonal, zero, spread, fit", lambda m: decouple_(m, init="diag"))
 
 
-def test_another_implementation_set_afterwards_is_an_error_not_standard_attention() -> None:
-    model = decoupled(BY_NAME["bert"])
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(SurgeryError, match="BertSelfAttention is decoupled and computed standard attention"):
-        model(**inputs(BY_NAME["bert"]))
+@pytest.mark.parametrize("kind", ["decoupled", "exclusive", "no-diagonal"])
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_another_implementation_set_afterwards_is_an_error_not_standard_attention(
+    name: str, kind: str
+) -> None:
+    family = BY_NAME[name]
+    model = decoupled(family) if kind == "decoupled" else set_attention_(built(family), kind)
+    expected = logits(model, **inputs(family))
+    for other in ("sdpa", "eager"):
+        model.set_attn_implementation(other)
+        with pytest.raises(SurgeryError, match=rf"is (of )?{kind}.* computed standard attention.*{other}"):
+            model(**inputs(family))
     model.set_attn_implementation("qkform")
-    model(**inputs(BY_NAME["bert"]))
+    assert torch.equal(logits(model, **inputs(family)), expected)
 
 
 def test_a_projection_replaced_afterwards_is_an_error() -> None:
