@@ -21,6 +21,7 @@ from qkform.errors import SurgeryError
 from qkform.surgery import decouple_, record, recouple_, set_attention_, symmetrize_
 from qkform.surgery.decouple import restore
 from qkform.surgery.huggingface import switched
+from qkform.surgery.regression import STRENGTHS
 from qkform.surgery.self_score import SelfScore
 from tests.test_decouple_families import (
     BERT,
@@ -447,18 +448,25 @@ def test_the_fitted_start_is_the_regression_of_old_self_scores(name: str) -> Non
         "attention_mask": torch.cat([torch.ones(12, 20), torch.zeros(12, 3)], 1).long(),
     }
     decouple_(model, init="fit", batch=padded)
-    r2 = record.done(model, "decouple")["r2"]
+    change = record.done(model, "decouple")
+    r2 = change["r2"]
+    assert change["tokens"] == [240] * len(r2)
     for (x, y), site, told in zip(alone, sites.find(model), r2, strict=True):
         x, y = x.flatten(0, 1).double(), y.flatten(0, 1).double()
         if family.normalised:
             x = x / x.square().mean(-1, keepdim=True).sqrt()
-        exact = torch.linalg.lstsq(x**2, y).solution
-        best = (x**2 @ exact - y).square().sum(0)
-        left = (x**2 @ site.module.self_score.v.detach().double().mT - y).square().sum(0)
-        assert bool((left <= best * 1.05).all())
-        spread = (y - y.mean(0)).square().sum(0)
-        assert torch.allclose(torch.tensor(told, dtype=torch.float64), 1 - left / spread, atol=1e-3)
-        assert max(told) > 0.2
+        z, v = x**2, site.module.self_score.v.detach().double().mT
+        whole = (y - y.mean(0)).square().sum(0)
+        found = torch.zeros(y.shape[1], dtype=torch.float64)
+        for strength in STRENGTHS:
+            inverse = torch.linalg.inv(z.mT @ z + strength * torch.diag((z.mT @ z).diagonal()))
+            h = ((z @ inverse) * z).sum(1, keepdim=True)
+            missed = ((y - z @ inverse @ z.mT @ y) / (1 - h)).square().sum(0)
+            found = torch.maximum(found, 1 - missed / whole)
+            mine = ((inverse @ z.mT @ y - v).norm(dim=0) / v.norm(dim=0)) < 1e-4
+            assert torch.allclose(torch.tensor(told).double()[mine], (1 - missed / whole)[mine], atol=1e-4)
+        assert torch.allclose(torch.tensor(told).double().clamp_min(0), found, atol=1e-4)
+        assert max(told) > 0.1  # of tokens left out
 
 
 def test_a_fit_finds_a_self_score_that_is_of_the_form() -> None:

@@ -35,15 +35,17 @@ def decouple_(
 
     init    "diagonal": diag(W_Q W_K^T), the least-squares start for independent features; where Q = K at the start,
             the one that keeps the self scores' mean. "zero": 0, which does so where they are independent.
-            "spread": noise that lets self scores differ between tokens as much as before.
+            "spread": noise with which self scores have the mean of before and differ between tokens as much, for
+            independent Gaussian features.
             "fit": ridge regression of the old self scores on x^2 over `batch`, the keyword arguments of one call of
-            the model: for a trained one. The record has its R^2 per head.
+            the model: for a trained one. The record has the number of tokens and R^2 per head, of tokens left out.
     seed    of the noise
 
     The change is recorded in `model.config.qkform` (see `record`). SurgeryError, with the model as it was: no attention
     was found, none that is self-attention, decoupled before, or an attention that cannot be changed.
     UserWarning where the model has attention dropout: those calls take the reference, which keeps N x N weights. And
-    where it has attentions whose weights no single parameter holds: those stay as they are.
+    where it has attentions whose weights no single parameter holds: those stay as they are. And for a fit to fewer than
+    4 tokens per feature, which says little about others: 16 d_model are enough.
 
     >>> decouple_(model)                                        # doctest: +SKIP
     >>> model.encoder.layer[0].attention.self.self_score.v      # doctest: +SKIP
@@ -69,6 +71,7 @@ def decouple_(
         normalised=[score.normalise for score in scores],
         **facts,
     )
+    _warn_of_few(found, facts.get("tokens", ()))
     _warn_of_dropout(found)
     _warn_of_others(model, found)
     return model
@@ -187,12 +190,29 @@ def _start(
         values = [starts.spread(site, s.normalise, noise) for site, s in zip(found, scores, strict=True)]
     else:
         fitted = starts.fit(model, found, scores, batch)
-        values = [v for v, _ in fitted]
-        facts = {"r2": [r2 for _, r2 in fitted]}
+        values = [each.v for each in fitted]
+        facts = {"r2": [each.r2 for each in fitted], "tokens": [each.tokens for each in fitted]}
     with torch.no_grad():
         for score, value in zip(scores, values, strict=True):
             score.v.copy_(value)
     return facts
+
+
+def _warn_of_few(found: Sequence[Site], tokens: Sequence[int]) -> None:
+    """A fit to so few tokens that it may be of them alone; the first is named."""
+    from qkform.surgery.starts import ENOUGH, FEW
+
+    for site, count in zip(found, tokens, strict=False):
+        d = site.layer.d_model
+        if count < FEW * d:
+            warnings.warn(
+                f'{site.path}: init="fit" saw {count} tokens for {d} features, too few to say much of '
+                f"others: give at least {FEW * d}, better {ENOUGH * d}; what the fit is worth is in the record, r2 of "
+                "tokens left out",
+                UserWarning,
+                stacklevel=3,
+            )
+            return
 
 
 def _warn_of_dropout(found: Sequence[Site]) -> None:
