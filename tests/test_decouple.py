@@ -6,7 +6,9 @@ import copy
 import pickle
 import subprocess
 import sys
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from qkform.errors import SurgeryError
 from qkform.surgery import decouple_, record, recouple_, set_attention_, symmetrize_
 from qkform.surgery.decouple import restore
 from qkform.surgery.huggingface import switched
+from qkform.surgery.own_form import own_form
 from qkform.surgery.regression import STRENGTHS
 from qkform.surgery.self_score import SelfScore
 from tests.test_decouple_families import (
@@ -38,6 +41,7 @@ from tests.test_decouple_families import (
 )
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:.*learned bias of position")  # of T5, tested by itself
 
 
 def bert(**settings: Any) -> Any:
@@ -215,6 +219,38 @@ def test_nothing_of_a_call_is_kept_even_if_it_raises() -> None:
     with pytest.raises(ArithmeticError, match="on purpose"):
         model(**inputs(family))
     assert all(score.take() is None for score in scores)
+
+
+def test_a_probe_of_the_query_projection_keeps_nothing() -> None:
+    model = decoupled(BY_NAME["bert"])
+    attention = model.bert.encoder.layer[0].attention.self
+    x = torch.randn(2, 5, 24)
+    assert_close(attention.query(input=x), attention.query(x))  # by keyword too
+    assert not attention.self_score._held
+    expected = logits(model, **inputs(BY_NAME["bert"]))
+    attention.query(x)
+    assert torch.equal(logits(model, **inputs(BY_NAME["bert"])), expected)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_threads_that_call_one_model_do_not_mix_their_scores(name: str) -> None:
+    """Each call waits inside the attention, after its queries, until the other has come as far."""
+    model = decoupled(BY_NAME[name], num_hidden_layers=1)
+    given = [inputs(BY_NAME[name], seed=seed) for seed in (1, 2)]
+    expected = [logits(model, **each) for each in given]
+    barrier = threading.Barrier(2, timeout=30)
+    (site,) = sites.find(model)
+
+    def wait(module: Any, args: Any) -> None:
+        barrier.wait()
+
+    handle = site.shares["w_k"].at.owner.register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda each: logits(model, **each), given))
+    handle.remove()
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, 1e-6)
+    assert not site.module.self_score._held
 
 
 def test_attentions_are_those_of_the_changed_score() -> None:
@@ -653,6 +689,46 @@ def test_attentions_that_are_not_understood_are_warned_of() -> None:
     assert len(caught) == 1
 
 
+@pytest.mark.parametrize("seed", [-1, 1.5, True, None])
+def test_a_seed_is_a_whole_number_from_0(seed: Any) -> None:
+    refused(bert(), "seed is .*; expected a whole number from 0", lambda m: decouple_(m, seed=seed))
+
+
+def test_a_layer_more_leaves_the_noise_of_the_others() -> None:
+    v = []
+    for layers in (2, 3):
+        model = decouple_(llama(num_hidden_layers=layers), init="spread", seed=3)
+        first = sites.find(model)[0].module.self_score.v.detach()
+        v.append([site.module.self_score.v.detach() for site in sites.find(model)])
+        assert not torch.allclose(first, v[-1][1])
+    form = [own_form(site, False) for site in sites.find(llama(num_hidden_layers=3))]
+    other = [own_form(site, False) for site in sites.find(llama(num_hidden_layers=2))]
+    for i in range(2):  # weights of the two models differ in size, the noise does not
+        one, two = (
+            ((x - x.mean(1, keepdim=True)) / each.deviation[:, None])
+            for x, each in zip((v[0][i], v[1][i]), (other[i], form[i]), strict=True)
+        )
+        assert_close(one.float(), two.float(), 1e-4)
+
+
+def test_a_scale_that_may_be_in_the_queries_already_is_refused() -> None:
+    """A module that hands over the scale 1 and has another one: only classes that are known tell which counts."""
+    from qkform.surgery.interface import prescale
+
+    model = built(BY_NAME["opt"])
+    attention = sites.find(model)[0].module
+    assert prescale(attention, 1.0) == attention.scaling
+    assert prescale(attention, 0.5) is None
+
+    class Odd(nn.Module):
+        scaling = 0.25
+
+    with pytest.raises(SurgeryError, match=r"Odd hands over the scale 1 and has scaling=0\.25"):
+        prescale(Odd(), 1.0)
+    assert prescale(Odd(), 0.25) is None
+    assert prescale(nn.Linear(2, 2), 1.0) is None
+
+
 def test_an_unknown_start_is_refused() -> None:
     refused(bert(), "init='diag' is none of diagonal, zero, spread, fit", lambda m: decouple_(m, init="diag"))
 
@@ -692,6 +768,28 @@ def test_attention_dropout_is_warned_of_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         decouple_(bert())
+        set_attention_(bert(attention_probs_dropout_prob=0.25), "exclusive")  # has no need of the reference
+    with pytest.warns(UserWarning, match=r"layer\.0\.attention\.self has attention dropout 0\.25") as caught:
+        set_attention_(bert(attention_probs_dropout_prob=0.25), "no-diagonal")
+    assert len(caught) == 1
+
+
+@pytest.mark.filterwarnings("default:.*learned bias of position")
+@pytest.mark.parametrize("change", [decouple_, lambda model: set_attention_(model, "no-diagonal")])
+def test_a_learned_bias_of_position_is_warned_of_once(change: Any) -> None:
+    """Its gradient needs the reference in training; a T5 whose bias is frozen takes the fast path."""
+    model = built(BY_NAME["t5"])
+    with pytest.warns(
+        UserWarning, match=r"SelfAttention has a learned bias of position.*requires_grad"
+    ) as caught:
+        change(model)
+    assert len(caught) == 1
+    frozen = built(BY_NAME["t5"])
+    for name, parameter in frozen.named_parameters():
+        parameter.requires_grad_("relative_attention_bias" not in name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        change(frozen)
 
 
 # ---- caches ------------------------------------------------------------------------------------------------
@@ -736,6 +834,7 @@ def test_left_padded_generation_is_that_of_each_row_alone(name: str, cache: str)
 # ---- torch.compile -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_a_compiled_model_is_one_graph_with_the_same_gradients(name: str) -> None:
     family = BY_NAME[name]
@@ -769,6 +868,7 @@ def test_a_model_compiled_to_kernels_is_the_same(name: str) -> None:
     assert_close(logits(compiled, **given), logits(model, **given))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
 def test_a_compiled_decoding_step_serves_every_position() -> None:
     """With a static cache the place of the own key is a tensor: one graph, never compiled anew."""
     family = BY_NAME["llama"]

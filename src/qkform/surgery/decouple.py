@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +20,7 @@ from qkform.surgery.self_score import SelfScore
 
 CHANGE = "decouple"
 Init = Literal["diagonal", "zero", "spread", "fit"]
+_BIAS = re.compile(r"relative_(attention|position)_bias|rel_pos|position_bias")
 _DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "dropout_prob", "attention_dropout_prob")
 
 
@@ -39,11 +42,12 @@ def decouple_(
             independent Gaussian features.
             "fit": ridge regression of the old self scores on x^2 over `batch`, the keyword arguments of one call of
             the model: for a trained one. The record has the number of tokens and R^2 per head, of tokens left out.
-    seed    of the noise
+    seed    of the noise: every attention draws from a generator of its own, made of (seed, its number)
 
     The change is recorded in `model.config.qkform` (see `record`). SurgeryError, with the model as it was: no attention
     was found, none that is self-attention, decoupled before, or an attention that cannot be changed.
-    UserWarning where the model has attention dropout: those calls take the reference, which keeps N x N weights. And
+    UserWarning where the model has attention dropout, or a learned bias of position (T5): in training those calls take
+    the reference, which keeps N x N weights. And
     where it has attentions whose weights no single parameter holds: those stay as they are. And for a fit to fewer than
     4 tokens per feature, which says little about others: 16 d_model are enough.
 
@@ -52,6 +56,8 @@ def decouple_(
     """
     if init not in get_args(Init):
         raise SurgeryError(f"init={init!r} is none of {', '.join(get_args(Init))}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise SurgeryError(f"seed is {seed!r:.60}; expected a whole number from 0")
     if batch is not None and init != "fit":
         raise SurgeryError(f'batch is for init="fit", and init is {init!r}')
     _refuse_changed(model)
@@ -72,7 +78,7 @@ def decouple_(
         **facts,
     )
     _warn_of_few(found, facts.get("tokens", ()))
-    _warn_of_dropout(found)
+    warn_of_reference(found)
     _warn_of_others(model, found)
     return model
 
@@ -186,8 +192,10 @@ def _start(
     if init == "diagonal":
         values = [starts.diagonal(site, s.normalise) for site, s in zip(found, scores, strict=True)]
     elif init == "spread":
-        noise = torch.Generator().manual_seed(seed)
-        values = [starts.spread(site, s.normalise, noise) for site, s in zip(found, scores, strict=True)]
+        values = [
+            starts.spread(site, score.normalise, _generator(seed, number))
+            for number, (site, score) in enumerate(zip(found, scores, strict=True))
+        ]
     else:
         fitted = starts.fit(model, found, scores, batch)
         values = [each.v for each in fitted]
@@ -196,6 +204,11 @@ def _start(
         for score, value in zip(scores, values, strict=True):
             score.v.copy_(value)
     return facts
+
+
+def _generator(seed: int, number: int) -> torch.Generator:
+    (mixed,) = np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(mixed) >> 1)
 
 
 def _warn_of_few(found: Sequence[Site], tokens: Sequence[int]) -> None:
@@ -215,19 +228,37 @@ def _warn_of_few(found: Sequence[Site], tokens: Sequence[int]) -> None:
             return
 
 
-def _warn_of_dropout(found: Sequence[Site]) -> None:
-    for site in found:
-        for name in _DROPOUTS:
-            rate = getattr(site.module, name, None)
-            rate = getattr(rate, "p", rate)
-            if isinstance(rate, float) and rate > 0:
-                warnings.warn(
-                    f"{site.path} has attention dropout {rate}: in training its calls take the reference, slower "
-                    "and with memory that grows with the square of the length; set it to 0 for the fast path",
-                    UserWarning,
-                    stacklevel=3,
-                )
-                return
+def warn_of_reference(found: Sequence[Site]) -> None:
+    """Once for each reason for which these attentions take the reference in training."""
+    reasons = (_dropout, _learned_bias)
+    for reason in reasons:
+        problem = next(
+            (f"{site.path} has {why}" for site in found if (why := reason(site)) is not None), None
+        )
+        if problem is not None:
+            warnings.warn(
+                f"{problem}; in training its calls take the reference, slower and with memory that grows with the "
+                "square of the length",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+def _dropout(site: Site) -> str | None:
+    for name in _DROPOUTS:
+        rate = getattr(site.module, name, None)
+        rate = getattr(rate, "p", rate)
+        if isinstance(rate, float) and rate > 0:
+            return f"attention dropout {rate}: set it to 0 for the fast path"
+    return None
+
+
+def _learned_bias(site: Site) -> str | None:
+    """A bias of position that is learned comes as a mask that needs a gradient, which no fused kernel gives."""
+    for name, parameter in site.module.named_parameters():
+        if _BIAS.search(name) and parameter.requires_grad:
+            return f"a learned bias of position, {name!r}: take its gradient away (requires_grad) for the fast path"
+    return None
 
 
 def _warn_of_others(model: Any, found: Sequence[Site]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qkform.attention import decoupled_attention, exclusive_attention, no_diagonal_attention
 from qkform.errors import SurgeryError
+from qkform.surgery.self_score import this_thread
 
 NAME = "qkform"
 SWITCH = "qkform_attention"  # the attribute of an attention module that holds its Switch
@@ -27,9 +28,30 @@ UNKNOWN = (
     "block_indices",
 )  # arguments that change scores as no function here does
 
+# Attentions of transformers that multiply by `self.scaling` themselves and hand over the scale 1: how many of queries
+# and keys get it (read off their modeling files, 5.24).
+PRESCALED = {
+    "AudioFlamingo3Attention": 1,
+    "Kosmos2_5TextAttention": 1,
+    "MossTranscribeDiarizeAudioAttention": 1,
+    "OPTAttention": 1,
+    "OpenAIPrivacyFilterAttention": 2,
+    "Qwen2AudioAttention": 1,
+    "VoxtralAttention": 1,
+    "WhisperAttention": 1,
+}
+
+
+class Call:
+    """One running call of an attention module: where among the keys its tokens start, and whether it came here."""
+
+    def __init__(self, start: Tensor | int | None) -> None:
+        self.start = start  # None: the queries are the last keys
+        self.came = False
+
 
 class Switch:
-    """What kind of attention a module computes, and where among the keys the tokens of the current call start.
+    """What kind of attention a module computes, and the calls of it that are running.
 
     Copied or unpickled, it makes sure that this process knows the implementation that the model's config names.
     """
@@ -37,8 +59,7 @@ class Switch:
     def __init__(self, kind: str, before: str | None) -> None:
         self.kind = kind
         self.before = before  # the attention implementation that the module's config named before
-        self.start: Tensor | int | None = None  # None: the queries are the last keys
-        self.called = False  # in the current call of the module, that it comes here
+        self.calls: dict[int, Call] = {}  # by thread
         self.observe: Callable[..., None] | None = (
             None  # sees the arguments of standard attention, see `starts`
         )
@@ -79,8 +100,9 @@ def attention(
     """
     switch = getattr(module, SWITCH, None)
     kind = "standard" if switch is None else switch.kind
-    if switch is not None:
-        switch.called = True
+    call = None if switch is None else switch.calls.get(this_thread())
+    if call is not None:
+        call.came = True
     if switch is not None and switch.observe is not None:
         switch.observe(query, key, attention_mask, scaling)
         kind = "standard"
@@ -138,7 +160,8 @@ def _changed(
     position_bias: Tensor | None,
 ) -> Callable[[Tensor, float], Tensor]:
     """A changed attention of these queries and keys: (value, dropout) -> (B, H, N, D_v)."""
-    start = getattr(module, SWITCH).start
+    call = getattr(module, SWITCH).calls.get(this_thread())
+    start = None if call is None else call.start
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # As sdpa_attention_forward reads a missing mask: one query sees every key. Several over more keys are the first
     # tokens in a cache of fixed size, and stand at `start`.
@@ -186,11 +209,20 @@ def _own_score(module: Any, query: Tensor, scaling: float | None) -> Tensor:
 
 
 def prescale(module: Any, scaling: float | None) -> float | None:
-    """What the module has multiplied its queries with: Whisper and OPT scale them, and hand over the scale 1."""
+    """What the module has multiplied `q . k` with before it hands over the scale 1; None where nothing.
+
+    SurgeryError where that is not known: it hands over 1 and has a scale of its own, and is none of `PRESCALED`.
+    """
     own = getattr(module, "scaling", None)
-    if scaling == 1.0 and isinstance(own, float) and own != 1.0:
-        return own
-    return None
+    if scaling != 1.0 or not isinstance(own, float) or own == 1.0:
+        return None
+    known = next((PRESCALED[c.__name__] for c in type(module).__mro__ if c.__name__ in PRESCALED), None)
+    if known is None:
+        raise SurgeryError(
+            f"a {type(module).__name__} hands over the scale 1 and has scaling={own:.4g}: whether its queries have "
+            "that already is not known, and so not the scale of its self score; change another part of the model"
+        )
+    return float(own**known)
 
 
 def _with_bias(position_bias: Tensor, mask: Tensor | None) -> Tensor:
