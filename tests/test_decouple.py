@@ -278,6 +278,47 @@ def test_attentions_are_those_of_the_changed_score() -> None:
         assert_close(found.sum(-1), torch.ones(2, 6, 9))
 
 
+@pytest.mark.parametrize("kind", ["decoupled", "exclusive", "no-diagonal"])
+@pytest.mark.parametrize("name", ["bert", "mistral", "t5", "whisper"])
+def test_attentions_are_what_the_values_are_weighed_with(name: str, kind: str) -> None:
+    """Of every attention of the model, across too, with a cache and where tokens are padded."""
+    from transformers import AttentionInterface
+
+    from qkform.surgery import interface
+
+    family = BY_NAME[name]
+    model = decoupled(family) if kind == "decoupled" else set_attention_(built(family), kind)
+    given = inputs(family)
+    if name in ("bert", "mistral"):
+        given["attention_mask"] = torch.ones(2, 9, dtype=torch.long)
+        given["attention_mask"][1, :3] = 0
+    seen = []
+
+    def checked(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+        out, weights = interface.attention(module, query, key, value, *args, **options)
+        y = weights @ value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+        if kind == "exclusive" and switched(module):
+            v = value[:, :, -y.shape[2] :].repeat_interleave(query.shape[1] // value.shape[1], 1)
+            y = y - (y * v).sum(-1, keepdim=True) * v / v.square().sum(-1, keepdim=True)
+        assert_close(out.transpose(1, 2), y, 1e-5)
+        seen.append(weights.shape)
+        return out, weights
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(AttentionInterface._global_mapping, "qkform", checked)
+        with torch.no_grad():
+            out = model(**given, output_attentions=True)
+            if name == "mistral":
+                more = torch.cat([given["attention_mask"], torch.ones(2, 4, dtype=torch.long)], 1)
+                model(
+                    input_ids=given["input_ids"][:, :4],
+                    attention_mask=more,
+                    output_attentions=True,
+                    **{past_name(): out.past_key_values},
+                )
+    assert len(seen) == {"t5": 6, "whisper": 6, "mistral": 4}.get(name, 2)
+
+
 def test_cross_attention_is_left_alone_and_keeps_its_weights() -> None:
     family = BY_NAME["whisper"]
     model = built(family)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qkform.attention import decoupled_attention, exclusive_attention, no_diagonal_attention
+from qkform.attention.reference import decoupled_weights
 from qkform.errors import SurgeryError
 from qkform.surgery.self_score import this_thread
 
@@ -106,23 +107,34 @@ def attention(
     if switch is not None and switch.observe is not None:
         switch.observe(query, key, attention_mask, scaling)
         kind = "standard"
-    standard = partial(
+    compute: Callable[[Tensor, float], Tensor] = partial(
         _standard, module, query, key, attention_mask, scaling, is_causal, position_bias, others
     )
-    compute: Callable[..., Tensor] = standard
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    # As sdpa_attention_forward reads a missing mask: one query sees every key. Several over more keys are the first
+    # tokens in a cache of fixed size, and stand at `start`.
+    causal = bool(causal) and attention_mask is None and query.shape[2] > 1
+    mask = attention_mask if position_bias is None else _with_bias(position_bias, attention_mask)
+    weigh = partial(_standard_weights, query, key, mask, scaling, causal)
     if kind != "standard":
         _refuse_unknown(module, others)
         _refuse_mask(module, attention_mask)
-        compute = _changed(module, kind, query, key, attention_mask, scaling, is_causal, position_bias)
+        start = None if call is None else call.start
+        given = {"attn_mask": mask, "is_causal": causal, "scale": scaling, "query_start": start}
+        if kind == "exclusive":  # changes what the weights bring, not the weights
+            compute = partial(_changed, exclusive_attention, query, key, given)
+        elif kind == "decoupled":
+            score = _own_score(module, query, scaling)
+            compute = partial(_changed, partial(decoupled_attention, self_score=score), query, key, given)
+            weigh = partial(decoupled_weights, query, key, score, **given)
+        else:
+            compute = partial(_changed, no_diagonal_attention, query, key, given)
+            never = torch.full_like(query[..., 0], -math.inf)
+            weigh = partial(decoupled_weights, query, key, never, **given)
     out = compute(value, dropout).transpose(1, 2).contiguous()  # (B, N, H, D)
     if not (others.get("output_attentions") or getattr(module.config, "output_attentions", False)):
         return out, None
-    keys = key.shape[2]
-    units = torch.eye(keys, dtype=value.dtype, device=value.device).expand(*key.shape[:2], keys, keys)
-    weights = (
-        standard if kind == "exclusive" else compute
-    )  # exclusive attention changes what the weights bring
-    return out, weights(units, 0.0)  # (B, H, N, M): with the unit vectors as values, the weights come out
+    return out, weigh().to(value.dtype)
 
 
 def _standard(
@@ -150,43 +162,32 @@ def _standard(
 
 
 def _changed(
-    module: Any,
-    kind: str,
+    function: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    is_causal: bool | None,
-    position_bias: Tensor | None,
-) -> Callable[[Tensor, float], Tensor]:
-    """A changed attention of these queries and keys: (value, dropout) -> (B, H, N, D_v)."""
-    call = getattr(module, SWITCH).calls.get(this_thread())
-    start = None if call is None else call.start
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # As sdpa_attention_forward reads a missing mask: one query sees every key. Several over more keys are the first
-    # tokens in a cache of fixed size, and stand at `start`.
-    causal = bool(causal) and mask is None and query.shape[2] > 1
-    if position_bias is not None:
-        mask = _with_bias(position_bias, mask)
-    if kind == "decoupled":
-        function = partial(decoupled_attention, self_score=_own_score(module, query, scaling))
-    else:
-        function = partial(exclusive_attention if kind == "exclusive" else no_diagonal_attention)
+    given: dict[str, Any],
+    value: Tensor,
+    dropout: float,
+) -> Tensor:
+    """(B, H, N, D_v) of a function of `qkform.attention`."""
+    return function(query, key, value, dropout_p=dropout, enable_gqa=True, **given)
 
-    def compute(value: Tensor, dropout: float) -> Tensor:
-        return function(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=causal,
-            scale=scaling,
-            enable_gqa=True,
-            query_start=start,
-        )
 
-    return compute
+def _standard_weights(
+    query: Tensor, key: Tensor, mask: Tensor | None, scaling: float | None, causal: bool
+) -> Tensor:
+    """(B, H, N, M) of standard attention, in float32 at least; `causal` lets the first query stand at the first key."""
+    n, m = query.shape[2], key.shape[2]
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    wide = torch.promote_types(query.dtype, torch.float32)
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scores = scale * (query.to(wide) @ key.to(wide).mT)
+    if causal:
+        ahead = torch.ones(n, m, dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(ahead, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1).nan_to_num(0.0)  # a row without keys is zero
 
 
 def _own_score(module: Any, query: Tensor, scaling: float | None) -> Tensor:
