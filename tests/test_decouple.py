@@ -232,6 +232,14 @@ def test_a_probe_of_the_query_projection_keeps_nothing() -> None:
     assert torch.equal(logits(model, **inputs(BY_NAME["bert"])), expected)
 
 
+def test_a_self_score_on_another_device_is_an_error() -> None:
+    """As in the replicas of nn.DataParallel, whose projections name the self score of the first of them."""
+    model = decoupled(BY_NAME["bert"])
+    model.bert.encoder.layer[0].attention.self.self_score.to("meta")
+    with pytest.raises(SurgeryError, match="on cpu and its self score on meta; .*DistributedDataParallel"):
+        model(**inputs(BY_NAME["bert"]))
+
+
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_threads_that_call_one_model_do_not_mix_their_scores(name: str) -> None:
     """Each call waits inside the attention, after its queries, until the other has come as far."""

@@ -47,9 +47,8 @@ def decouple_(
     The change is recorded in `model.config.qkform` (see `record`). SurgeryError, with the model as it was: no attention
     was found, none that is self-attention, decoupled before, or an attention that cannot be changed.
     UserWarning where the model has attention dropout, or a learned bias of position (T5): in training those calls take
-    the reference, which keeps N x N weights. And
-    where it has attentions whose weights no single parameter holds: those stay as they are. And for a fit to fewer than
-    4 tokens per feature, which says little about others: 16 d_model are enough.
+    the reference, which keeps N x N weights. Where it has attentions whose weights no single parameter holds: those
+    stay as they are. And for a fit to fewer than 4 d_model tokens, which says little about others: 16 d_model do.
 
     >>> decouple_(model)                                        # doctest: +SKIP
     >>> model.encoder.layer[0].attention.self.self_score.v      # doctest: +SKIP
