@@ -28,6 +28,7 @@ SKIPPED = {
     "make test": "is what runs this test",
     "make check": "its own step in CI",
     "python benchmarks/large.py --save benchmarks/results": "the same, and 15 GB of disk",
+    "python benchmarks/attention.py --save benchmarks/results": "ten minutes of measurement; the record is there",
     "make bench": "minutes of measurement; figures are recorded under benchmarks/results",
     "pip install .": "would change the environment that runs this test",
     'pip install -c constraints.txt ".[frames]"': "the same",
