@@ -27,9 +27,8 @@ def by_chance(
     import torch
 
     heads, _, d_head = w_q.shape
-    columns = (
-        (w_q * c.to(w_q).sqrt()[:, None, None]).transpose(0, 1).flatten(1)
-    )  # (d_model, n_kv_heads d_head)
+    sized = w_q * c.to(w_q).sqrt()[:, None, None]
+    columns = sized.transpose(0, 1).flatten(1)  # (d_model, n_kv_heads d_head)
     gram = columns.T @ columns
     by_head = gram.unflatten(1, (heads, d_head))
     found = []

@@ -169,9 +169,8 @@ def narrow(root: nn.Module, path: str, module: Any, truncate: bool) -> dict[str,
     with torch.no_grad():
         added = query.bias.detach().view(h, d)
         w_q, w_k, b_q, lost_qk = balanced_qk(qk, added, width)
-        w_v, w_o, lost_ov = balanced(
-            ov, width
-        )  # what a value bias adds is in the output bias: no row of its own
+        # what a value bias adds is in the output bias, so W_OV needs no row for it
+        w_v, w_o, lost_ov = balanced(ov, width)
         refuse_loss(path, max(lost_qk, lost_ov), width, qk, truncate)
         rows = {
             "q": (w_q.transpose(1, 2).reshape(h * width, d), b_q.reshape(-1)),
