@@ -60,6 +60,7 @@ class Case:
             "none": lambda: None,
             "right padding": lambda: keys < lengths,  # (2, 1, 1, M)
             "left padding": lambda: keys >= self.m - lengths,  # with is_causal: rows without keys
+            "keys": lambda: keys % 3 != 1,  # (M,)
             "window": lambda: (place - keys).abs() < 3,  # (N, M)
             "documents": lambda: (place // 3 == keys // 3)[None, None],
             "not itself": lambda: ~own,
@@ -89,6 +90,7 @@ MASKS = (
     "none",
     "right padding",
     "left padding",
+    "keys",
     "window",
     "documents",
     "not itself",

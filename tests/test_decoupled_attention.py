@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from qkform.attention import decoupled_attention, fused, parts, trial
+from qkform.attention import decoupled_attention, fused, masks, parts, trial
 from qkform.errors import AttentionError
 from tests.attention_cases import MASKS, SHAPES, B, arguments, distance, mask_of, with_gradients
 
@@ -165,6 +165,16 @@ def test_the_self_score_keeps_its_type_and_is_computed_in_that_of_the_scores(own
             assert distance(found[:4], plain[:4]) == 0
             assert found[4].dtype == own
             assert distance(found[4:], [plain[4].to(own)]) == 0
+
+
+@pytest.mark.parametrize("mask_type", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_float_mask_may_have_any_floating_type(mask_type: torch.dtype) -> None:
+    sizes = (2, 2, 7, 7)
+    mask = mask_of("floats", sizes, mask_type)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 3e-6)):
+        flash, reference = both(arguments(sizes, dtype=dtype), attn_mask=mask)
+        assert flash[0].dtype == reference[0].dtype == dtype
+        assert distance(flash, reference) < tolerance
 
 
 # ---- laws --------------------------------------------------------------------------------------------------
@@ -483,6 +493,18 @@ def test_the_operator_keeps_torchs_rules() -> None:
                 )
 
 
+@pytest.mark.parametrize("shape", ["odd", "grouped"])
+def test_the_backwards_fake_kernel_tells_the_strides(shape: str) -> None:
+    inputs = [x.contiguous() for x in arguments(SHAPES[shape])]
+    out, lse = torch.ops.qkform.decoupled_attention.default(*inputs, None, True, 0.5, 0, None)
+    given = (torch.ones_like(out), *inputs, out, lse, None, True, 0.5, 0, None)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in given]
+        told = torch.ops.qkform.decoupled_attention_backward.default(*fake)
+    made = torch.ops.qkform.decoupled_attention_backward.default(*given)
+    assert [(x.shape, x.stride(), x.dtype) for x in told] == [(x.shape, x.stride(), x.dtype) for x in made]
+
+
 @pytest.mark.parametrize("is_causal", [False, True], ids=["two-sided", "causal"])
 @pytest.mark.parametrize("shape", ["odd", "grouped", "a step of a cache"])
 def test_compiled_is_eager(shape: str, is_causal: bool) -> None:
@@ -555,6 +577,22 @@ def test_activation_checkpointing_changes_nothing(use_reentrant: bool) -> None:
         function(*leaves).sin().sum().backward()
         found.append([x.grad for x in leaves])
     assert distance(*found) == 0
+
+
+def test_no_mask_that_was_not_given_grows_with_the_square_of_the_length() -> None:
+    """Two-sided: one short vector, whose overlapping rows are the mask; a mask of keys: one block of queries."""
+    q = k = torch.zeros(1, 1, 5000, 1)
+    (part,) = parts.parts(q, k, None, False, 0)
+    assert part.mask is not None
+    assert part.mask.untyped_storage().size() == 4 * 9999
+    keys = torch.ones(1, 1, 1, 5000, dtype=torch.bool).expand(1, 1, 5000, 5000)
+    narrow = masks.as_floats(keys, q)
+    assert narrow is not None
+    assert narrow.shape == (1, 1, 1, 5000)
+    for causal in (False, True):
+        for part in parts.parts(q, k, narrow, causal, 0):
+            assert part.mask is not None
+            assert part.mask.untyped_storage().size() <= 4 * parts.BLOCK * 5000
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["two-sided", "causal"])

@@ -54,12 +54,10 @@ def switch_on(site: Site, kind: str) -> None:
     """The module's attention is from now on of this kind, see `interface.attention`."""
     module = site.module
     interface.register()
-    setattr(
-        module, SWITCH, Switch(kind, module.config._attn_implementation)
-    )  # NAME after the first of a config
-    module.config._attn_implementation_internal = (
-        NAME  # the property would set those of parts of the model too
-    )
+    # Modules share a config: all but its first remember NAME, and what the first remembers is given back first.
+    setattr(module, SWITCH, Switch(kind, module.config._attn_implementation))
+    # Not by the property, which would set that of the config's parts too.
+    module.config._attn_implementation_internal = NAME
     module.register_forward_pre_hook(_begin, with_kwargs=True)
     module.register_forward_hook(_end, always_call=True)
 
@@ -119,13 +117,15 @@ def _start(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
     cache = next((given for given in (*kwargs.values(), *args) if isinstance(given, Cache)), None)
     layer = getattr(module, "layer_idx", None)
-    if cache is None or layer is None or not cache.is_compileable:
+    if cache is None or layer is None:
         return None
-    x = next(given for given in (*args, *kwargs.values()) if isinstance(given, Tensor))
+    kept = getattr(cache, "self_attention_cache", cache).layers
+    if layer >= len(kept) or not kept[layer].is_compileable:
+        return None  # a cache that grows: what it hands over ends with the tokens
+    x = kwargs.get("hidden_states")
+    x = next(given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)) if x is None else x
     _, first = cache.get_mask_sizes(x.shape[1], layer)
-    seen = (
-        cache.get_query_offset(layer) if hasattr(cache, "get_query_offset") else cache.get_seq_length(layer)
-    )
+    seen = getattr(cache, "get_query_offset", cache.get_seq_length)(layer)
     place: Tensor | int = seen - first  # a new tensor: the cache's own counts on during the call
     return place
 
