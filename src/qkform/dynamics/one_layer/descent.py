@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from qkform.dynamics.one_layer.matrices import Matrices
+from qkform.dynamics.one_layer.matrices import Matrices, off_ray
 from qkform.dynamics.one_layer.needs import scipy
 from qkform.dynamics.one_layer.points import Array, EndPoint, Simulation, end_point
 from qkform.errors import DynamicsError
@@ -75,8 +75,8 @@ def descend(flow: Flow, ratio: float, loss: float, optimizer: Optimizer, lr: flo
         sharpness=float(sharp.mean()),
         entropy=float(entropy.mean()),
         loss=now,
-        off_ray_qk=_off(w_qk, float(gaps[-1]) / flow.task.score_scale * model.ray_qk),
-        off_ray_ov=_off(w_ov, float(gains[-1]) * model.ray_ov),
+        off_ray_qk=off_ray(w_qk, float(gaps[-1]) / flow.task.score_scale * model.ray_qk),
+        off_ray_ov=off_ray(w_ov, float(gains[-1]) * model.ray_ov),
         line_drift=math.nan,
         balance_drift=0.0,
         unlike=float(np.ptp(sharp)),
@@ -93,10 +93,6 @@ def _check(flow: Flow) -> None:
             "steps by entry follow a line for collapsed circuits from 0 alone; this flow is "
             f"{flow.attention} / {flow.output} from {flow.first}"
         )
-
-
-def _off(matrix: Array, ray: Array) -> float:
-    return float(np.linalg.norm(matrix - ray) / (np.linalg.norm(matrix) or 1.0))
 
 
 def _sign() -> Callable[[Array], Array]:

@@ -26,6 +26,7 @@ from qkform.errors import DynamicsError
 
 if TYPE_CHECKING:
     from qkform.dynamics.one_layer.descent import Optimizer
+    from qkform.flows import FlowTable
 
 SMALL = 0.01  # where factorized circuits start unless told: from 0 they never move
 _HIGHEST = 600.0  # of a gap: not far beyond, e^a is no number any more
@@ -290,6 +291,22 @@ class Flow:
         from qkform.dynamics.one_layer.courses import frozen
 
         return frozen(self, times)
+
+    def table(
+        self,
+        ratios: Sequence[float],
+        loss: float,
+        *,
+        simulated: bool = True,
+        progress: Callable[[int, int], Any] | None = None,
+    ) -> FlowTable:
+        """End points over ratios as a record (`qkform.flows`), simulated ones beside them unless told not to.
+
+        `progress` is called with (done, of) before each ratio.
+        """
+        from qkform.dynamics.one_layer.tables import table
+
+        return table(self, ratios, loss, simulated=simulated, progress=progress)
 
     # ---- optimizers that work entry by entry -------------------------------------------------------------------------
 

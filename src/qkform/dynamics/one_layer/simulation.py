@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qkform.dynamics.one_layer.matrices import Matrices
+from qkform.dynamics.one_layer.matrices import Matrices, off_ray
 from qkform.dynamics.one_layer.needs import scipy
 from qkform.dynamics.one_layer.points import Array, Simulation
 from qkform.errors import DynamicsError
@@ -179,7 +179,7 @@ def _measured(
         second = ov.filled(rest)[0]
         gap, gain = model.gap(first.matrix), model.gain(second.matrix)
         ray_qk, ray_ov = gap / flow.task.score_scale * model.ray_qk, gain * model.ray_ov
-        places.append((gap, gain, _off(first.matrix, ray_qk), _off(second.matrix, ray_ov)))
+        places.append((gap, gain, off_ray(first.matrix, ray_qk), off_ray(second.matrix, ray_ov)))
         for now, then in ((first, qk), (second, ov)):
             tilted = max(tilted, float(np.abs(now.balance()[0] - then.balance()[0]).max()) / now.balance()[1])
     gaps, gains, off_qk, off_ov = np.array(places).T
@@ -200,11 +200,6 @@ def _measured(
         gaps=gaps,
         gains=gains,
     )
-
-
-def _off(matrix: Array, ray: Array) -> float:
-    size = float(np.linalg.norm(matrix))
-    return float(np.linalg.norm(matrix - ray)) / size if size else 0.0
 
 
 def _drift(flow: Flow, slope: float, gaps: Array, gains: Array) -> float:
