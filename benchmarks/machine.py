@@ -25,4 +25,5 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "blas": f"{blas.get('name')} {blas.get('version')}",
+        "blas threads": os.environ.get("OPENBLAS_NUM_THREADS", "one per core"),
     }

@@ -219,6 +219,25 @@ def test_exclusive_gradients_are_those_of_its_values():
     assert torch.autograd.gradcheck(exclusive(case), inputs)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop:UserWarning"
+)  # vmap of the fused kernel, looped
+def test_exclusive_gradients_through_torch_func():
+    q, k, v = Case().inputs()
+    batches = [torch.stack((x, x.flip(0))) for x in (q, k, v)]
+
+    def gradients(attention):
+        def loss(*inputs: Tensor) -> Tensor:
+            return attention(*inputs, is_causal=True).square().sum()
+
+        one = torch.func.grad(loss, (0, 1, 2))
+        return [*one(q, k, v), *torch.func.vmap(one)(*batches)]
+
+    for a, b in zip(*map(gradients, (qk.attention.exclusive_attention, exclusive_reference)), strict=True):
+        assert a.abs().max() > 0.1
+        assert (a - b).abs().max() < 1e-13
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_exclusive_in_low_precision(dtype):
     case = Case(n=33, m=33, causal=True, groups=2, d=16, d_v=16)

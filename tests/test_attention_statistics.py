@@ -63,6 +63,25 @@ def test_statistics_are_those_of_the_whole_matrix(case, decoupled, largest):
     assert found.normalised_entropy.isfinite().all()
 
 
+@pytest.mark.parametrize("decoupled", [False, True], ids=["standard", "decoupled"])
+@pytest.mark.parametrize("case", [c for c in CASES if c.mask[:5] not in ("bias", "float")], ids=by_name)
+def test_fused_kernels_and_the_scores_in_chunks_agree(case, decoupled):
+    """A float mask, here of zeros, takes the way over the scores."""
+    q, k, _ = case.inputs()
+    options = case.options()
+    mask = options.pop("attn_mask")
+    if mask is None:
+        mask = torch.ones(case.n, case.m, dtype=torch.bool)
+    own = self_score(case) if decoupled else None
+    added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -math.inf)
+    one = qk.attention.attention_statistics(q, k, own, attn_mask=mask, **options)
+    other = qk.attention.attention_statistics(q, k, own, attn_mask=added, **options)
+    assert torch.equal(one.keys, other.keys)
+    for name in ("log_sum_exp", "entropy", "largest"):
+        difference = getattr(one, name).nan_to_num(neginf=0.0) - getattr(other, name).nan_to_num(neginf=0.0)
+        assert difference.abs().max() < 1e-13, name
+
+
 @pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("case", [c for c in CASES if c.mask != "bias"], ids=by_name)
 def test_without_a_preference_the_entropy_is_the_log_of_the_number_of_keys(case, largest):
@@ -173,6 +192,17 @@ def test_low_precision_is_computed_in_float32(dtype, largest):
     other = qk.attention.attention_statistics(q.float(), k.float(), is_causal=True, largest=largest)
     assert one.entropy.dtype == torch.float32
     assert torch.equal(one.entropy, other.entropy)
+
+
+@pytest.mark.parametrize("mask", ["none", "bias"])
+def test_autocast_does_not_reach_the_statistics(mask):
+    case = Case(mask=mask)
+    q, k, _ = case.inputs(dtype=torch.float32)
+    one = qk.attention.attention_statistics(q, k, **case.options())
+    with torch.autocast("cpu", torch.bfloat16):
+        other = qk.attention.attention_statistics(q, k, **case.options())
+    assert torch.equal(one.entropy, other.entropy)
+    assert torch.equal(one.largest, other.largest)
 
 
 @pytest.mark.parametrize("largest", [True, False])

@@ -83,7 +83,7 @@ def test_a_self_score_is_computed_in_float32_at_least(dtype: torch.dtype) -> Non
         found = score(x)
     assert found.dtype == wide
     exact = (x.double() ** 2) @ score.v.double().mT
-    assert_close(found.double(), exact.mT, 1e-6)
+    assert_close(found.detach().double(), exact.mT.detach(), 1e-6)
 
 
 def test_a_token_of_zeros_scores_zero_and_has_gradients() -> None:
@@ -140,7 +140,8 @@ def test_checkpointed_gradients_are_the_same(name: str, reentrant: bool) -> None
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     expected = gradients()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
     if reentrant:
         model.enable_input_require_grads()
     found = gradients()
@@ -167,21 +168,23 @@ def test_a_copy_is_a_model_of_its_own(name: str) -> None:
     assert torch.equal(logits(model, **given), logits(other, **given))
 
 
-@pytest.mark.parametrize("kind", ["decoupled", "exclusive"])
-def test_a_pickled_model_computes_the_same_in_a_new_process(kind: str, tmp_path: Path) -> None:
+def test_pickled_models_compute_the_same_in_a_new_process(tmp_path: Path) -> None:
     family = BY_NAME["bert"]
-    model = decoupled(family) if kind == "decoupled" else set_attention_(built(family), "exclusive")
     given = inputs(family)
-    (tmp_path / "model.pickle").write_bytes(pickle.dumps((model, given, logits(model, **given))))
+    models = [decoupled(family), set_attention_(built(family), "exclusive")]
+    for i, model in enumerate(models):
+        (tmp_path / f"{i}.pickle").write_bytes(pickle.dumps((model, given, logits(model, **given))))
     code = (
-        "import pickle, sys, torch; "
-        "model, given, expected = pickle.load(open(sys.argv[1], 'rb')); "
-        "torch.testing.assert_close(model(**given).logits, expected)"
+        "import pickle, sys, torch\n"
+        "for path in sys.argv[1:]:\n"
+        "    model, given, expected = pickle.load(open(path, 'rb'))\n"
+        "    torch.testing.assert_close(model(**given).logits, expected)\n"
+        "    from transformers import AttentionInterface\n"
+        "    del AttentionInterface._global_mapping['qkform']\n"
     )
-    path = str(Path(sites.__file__).parents[2])
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "model.pickle")], check=True, env={"PYTHONPATH": path}
-    )
+    files = [str(tmp_path / f"{i}.pickle") for i in range(2)]
+    place = {"PYTHONPATH": str(Path(sites.__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code, *files], check=True, env=place)
 
 
 def test_the_state_dict_loads_and_a_wrong_shape_is_named() -> None:
@@ -214,11 +217,9 @@ def test_nothing_of_a_call_is_kept_even_if_it_raises() -> None:
 def test_attentions_are_those_of_the_changed_score() -> None:
     family = BY_NAME["llama"]
     model = built(family)
-    plain = model(**inputs(family), output_attentions=True)
     model.set_attn_implementation("eager")
     eager = model(**inputs(family), output_attentions=True).attentions
     model.set_attn_implementation("sdpa")
-    del plain
     exclusive = set_attention_(copy.deepcopy(model), "exclusive")
     for found, expected in zip(
         exclusive(**inputs(family), output_attentions=True).attentions, eager[:1], strict=False
@@ -268,16 +269,19 @@ def test_a_bert_that_attends_across_keeps_doing_so() -> None:
     assert torch.equal(logits(recouple_(model), **given), before)
 
 
-def test_parts_with_configs_of_their_own_are_all_decoupled() -> None:
+def clip() -> tuple[Any, dict[str, Any]]:
     text = {k: v for k, v in BERT.items() if "prob" not in k} | {"attention_dropout": 0.0}
     vision = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 20}
     torch.manual_seed(0)
     config = transformers.CLIPConfig(
         text_config=text, vision_config=vision | {"image_size": 12, "patch_size": 4}, projection_dim=16
     )
-    model = transformers.CLIPModel(config).eval()
     given = {"input_ids": torch.randint(3, 53, (2, 7)), "pixel_values": torch.randn(2, 3, 12, 12)}
-    given["attention_mask"] = torch.ones(2, 7, dtype=torch.long)
+    return transformers.CLIPModel(config).eval(), given | {"attention_mask": torch.ones(2, 7).long()}
+
+
+def test_parts_with_configs_of_their_own_are_all_decoupled() -> None:
+    model, given = clip()
     before = model(**given)
     decouple_(model)
     assert [m.config._attn_implementation for m in (model.text_model, model.vision_model)] == ["qkform"] * 2
@@ -290,18 +294,23 @@ def test_parts_with_configs_of_their_own_are_all_decoupled() -> None:
 
 
 def test_a_part_of_a_model_can_be_decoupled_alone() -> None:
-    model = built(BY_NAME["t5"])
-    decouple_(model.encoder)
+    model, given = clip()
+    before = model(**given)
+    decouple_(model.text_model)
     names = [n for n, _ in model.named_parameters() if "self_score" in n]
     assert len(names) == 2
-    assert all(name.startswith("encoder.") for name in names)
-    given = inputs(BY_NAME["t5"])
-    before = logits(model, **given)
-    assert (logits(randomised(model), **given) - before).abs().max() > 1e-3
+    assert all(name.startswith("text_model.") for name in names)
+    after = randomised(model)(**given)
+    assert (after.text_embeds - before.text_embeds).abs().max() > 1e-4
+    assert torch.equal(after.image_embeds, before.image_embeds)
+
+
+def test_a_part_whose_weights_are_not_found_in_it_is_refused() -> None:
+    refused(built(BY_NAME["t5"]).encoder, "give the whole model, not a part of it")
 
 
 def test_albert_shares_one_self_score() -> None:
-    settings = {k: v for k, v in BERT.items()} | {"embedding_size": 16, "num_hidden_layers": 3}
+    settings = BERT | {"embedding_size": 16, "num_hidden_layers": 3}
     torch.manual_seed(0)
     model = transformers.AlbertForMaskedLM(transformers.AlbertConfig(**settings)).eval()
     decouple_(model)
@@ -384,8 +393,10 @@ def test_the_spread_start_lets_tokens_differ_as_much_as_before(name: str) -> Non
     old = [y.flatten(0, 1).std(0).mean() for _, y in self_scores(model, given)][:1]
     decouple_(model, init="spread", seed=3)
     x = self_scores(recoupled_copy(model), given)[0][0]
-    new = sites.find(model)[0].module.self_score(x).transpose(1, 2).flatten(0, 1).std(0).mean()
-    assert new / old[0] == pytest.approx(1.0, abs=0.15)
+    with torch.no_grad():
+        score = sites.find(model)[0].module.self_score(x)
+    new = score.transpose(1, 2).flatten(0, 1).std(0).mean()
+    assert float(new / old[0]) == pytest.approx(1.0, abs=0.15)
 
 
 def recoupled_copy(model: Any) -> Any:
@@ -454,11 +465,11 @@ def test_a_fit_is_in_units_before_the_scale_also_where_queries_are_scaled() -> N
 def test_a_fit_needs_a_batch_and_leaves_the_model_as_it_was() -> None:
     model = bert().train()
     before = state_of(model)
-    with pytest.raises(SurgeryError, match="batch=..."):
+    with pytest.raises(SurgeryError, match=r"batch=\.\.\."):
         decouple_(model, init="fit")
     assert state_of(model) == before
-    with pytest.raises(TypeError):
-        decouple_(model, init="fit", batch={"nonsense": 1})
+    with pytest.raises(ValueError, match="input_ids"):
+        decouple_(model, init="fit", batch={"attention_mask": torch.ones(1, 2)})
     assert state_of(model) == before
     assert model.training
 
@@ -541,7 +552,10 @@ def test_several_query_key_terms_are_refused() -> None:
         intermediate_size=20,
         first_k_dense_replace=2,
     )
-    refused(transformers.DeepseekV3ForCausalLM(config), r"layers\.0\.self_attn.*terms")
+    refused(
+        transformers.DeepseekV3ForCausalLM(config),
+        r"no attention of DeepseekV3ForCausalLM can be changed: .*layers\.0\.self_attn.*product of matrices",
+    )
 
 
 def test_capped_scores_are_refused() -> None:
@@ -635,7 +649,7 @@ def test_left_padded_generation_is_that_of_each_row_alone(name: str, cache: str)
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_a_compiled_model_is_one_graph_with_the_same_gradients(name: str) -> None:
     family = BY_NAME[name]
-    model = decoupled(family).train()
+    model = decoupled(family, num_hidden_layers=1).train()
     other = copy.deepcopy(model)
     given = inputs(family)
     out = model(**given).logits
@@ -667,7 +681,7 @@ def test_a_model_compiled_to_kernels_is_the_same(name: str) -> None:
 def test_a_compiled_decoding_step_serves_every_position() -> None:
     """With a static cache the place of the own key is a tensor: one graph, never compiled anew."""
     family = BY_NAME["llama"]
-    model = decoupled(family)
+    model = decoupled(family, num_hidden_layers=1)
     tokens = inputs(family, length=12)["input_ids"]
     expected = logits(model, input_ids=tokens)
     torch._dynamo.reset()
@@ -776,5 +790,5 @@ def test_a_recorded_kind_is_restored() -> None:
     restore_kind(other, record.done(model, "set_attention"))
     given = inputs(BY_NAME["bert"])
     assert torch.equal(logits(other, **given), logits(model, **given))
-    with pytest.raises(SurgeryError, match="the model has bert.encoder"):
+    with pytest.raises(SurgeryError, match=r"the model has bert\.encoder"):
         restore_kind(bert(), {"kind": "exclusive", "sites": ["nowhere"]})

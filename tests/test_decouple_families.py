@@ -167,11 +167,11 @@ generating = pytest.mark.parametrize(
 )
 
 
-def built(family: Family, seed: int = 0) -> Any:
+def built(family: Family, seed: int = 0, **settings: Any) -> Any:
     """The model with weights large enough that attention is far from uniform."""
     torch.manual_seed(seed)
     model_class = getattr(transformers, family.model)
-    model = model_class(model_class.config_class(**family.config)).eval()
+    model = model_class(model_class.config_class(**family.config | settings)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2 and "embed" not in name:
@@ -189,8 +189,8 @@ def randomised(model: Any, seed: int = 1) -> Any:
     return model
 
 
-def decoupled(family: Family) -> Any:
-    return randomised(decouple_(built(family)))
+def decoupled(family: Family, **settings: Any) -> Any:
+    return randomised(decouple_(built(family, **settings)))
 
 
 def inputs(family: Family, batch: int = 2, length: int = 9, seed: int = 2) -> dict[str, Any]:
@@ -279,6 +279,7 @@ def oracle_of(family: Family, changed: Any) -> Iterator[Any]:
 
 def assert_close(one: torch.Tensor, other: torch.Tensor, tolerance: float = 1e-5) -> None:
     """To a share of the size of the numbers."""
+    one, other = one.detach(), other.detach()
     difference = float((one - other).abs().max() / other.abs().max().clamp(min=1))
     assert difference <= tolerance, f"largest difference {difference:.2e}"
 

@@ -182,6 +182,24 @@ def test_a_causal_hint_changes_nothing_but_speed() -> None:
         close(m(x, x, x, need_weights=False, attn_mask=CAUSAL, is_causal=True)[0], out)
 
 
+def test_a_wrong_hint_counts_where_torch_would_count_it() -> None:
+    """The mask is read where nn.MultiheadAttention reads it: with padding, or where weights are asked for."""
+    m, x = attention(), inputs()
+    for mask in (MASKS["float 2-D"](), MASKS["bool 3-D"]()):
+        for padding, need in ((PADDING, False), (None, True)):
+            close(m(x, x, x, padding, need, mask, is_causal=True)[0], m(x, x, x, padding, need, mask)[0])
+        close(m(x, x, x, None, False, mask, is_causal=True)[0], m(x, x, x, None, False, CAUSAL)[0])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (0, 5)])
+def test_small_batches(shape: tuple[int, int]) -> None:
+    m, x = attention(), torch.randn(*shape, WIDTH, dtype=torch.float64)
+    mask = torch.zeros(shape[1], shape[1]).masked_fill(CAUSAL[: shape[1], : shape[1]], -math.inf)
+    for need in (True, False):
+        for hint in (True, False):
+            close(m(x, x, x, None, need, mask, is_causal=hint)[0], expected(m, x, mask=mask)[0])
+
+
 def test_future_tokens_cannot_change_past_outputs() -> None:
     m, x = attention(), inputs()
     other = x.clone()
@@ -411,6 +429,18 @@ def test_copies_pickles_and_state_dicts() -> None:
     assert torch.equal(model(x, src_key_padding_mask=PADDING), out)
 
 
+def test_a_changed_module_says_so() -> None:
+    assert "ChangedMultiheadAttention(\n  kind='decoupled'" in repr(attention())
+    model = torch.func.functional_call
+    m, x = attention(), inputs()
+    state = {name: 2 * value for name, value in m.named_parameters()}
+    out = model(m, state, (x, x, x))[0]
+    with torch.no_grad():
+        for value in m.parameters():
+            value.mul_(2)
+    close(out, m(x, x, x)[0])
+
+
 def test_a_state_dict_without_v_or_of_another_shape_is_refused() -> None:
     model = decoupled(encoder())
     state = model.state_dict()
@@ -473,6 +503,28 @@ def test_compiled_equals_eager(backend: str) -> None:
             close(mine, theirs, 1e-4)
 
 
+def test_gradients_per_sample_are_those_of_single_calls() -> None:
+    m, x = attention(), inputs()
+    parameters = dict(m.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], token: Tensor) -> Tensor:
+        call = torch.func.functional_call(m, parameters, (token, token, token), {"need_weights": False})
+        out: Tensor = call[0].square().sum()
+        return out
+
+    together = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    for i, sample in enumerate(x):
+        alone = torch.autograd.grad(loss(parameters, sample), list(parameters.values()))
+        for name, value in zip(parameters, alone, strict=True):
+            close(together[name][i], value, 1e-11)
+
+
+def test_exported_equals_eager() -> None:
+    model, x = decoupled(encoder()).eval(), inputs(dtype=torch.float32)
+    exported = torch.export.export(model, (x,), {"src_key_padding_mask": PADDING}, strict=False)
+    close(exported.module()(x, src_key_padding_mask=PADDING), model(x, src_key_padding_mask=PADDING), 1e-6)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
     m, x = attention(), inputs()
@@ -496,7 +548,7 @@ def test_parametrized_weights() -> None:
     m, x = attention(), inputs()
     parametrize.register_parametrization(m, "in_proj_weight", Twice())
     close(m(x, x, x)[0], expected(m, x)[0])
-    with pytest.raises(SurgeryError, match="whose weights are not parametrized"):
+    with pytest.raises(SurgeryError, match="has parametrized weights; undo that first"):
         qk.surgery.recouple_(m)
     close(m(x, x, x)[0], expected(m, x)[0])
     parametrize.remove_parametrizations(m, "in_proj_weight")
@@ -505,6 +557,25 @@ def test_parametrized_weights() -> None:
     parametrize.register_parametrization(m, "in_proj_weight", Twice())
     with pytest.raises(SurgeryError, match="change its attention first, then parametrize"):
         qk.surgery.decouple_(m)
+
+
+def test_split_weights_train_apart() -> None:
+    model, x = decoupled(encoder()), inputs(dtype=torch.float32)
+    before = model(x, src_key_padding_mask=PADDING)
+    groups = qk.surgery.param_groups(model, lr=0.1, qk_lr_ratio=4.0, self_score_lr_ratio=2.0)
+    assert torch.equal(model(x, src_key_padding_mask=PADDING), before)
+    before.square().sum().backward()
+    torch.optim.SGD(groups).step()
+    trained = model(x, src_key_padding_mask=PADDING)
+    assert not torch.allclose(trained, before, atol=1e-2)
+    with torch.inference_mode():
+        close(model.eval()(x, src_key_padding_mask=PADDING), trained, 1e-5)
+    with pytest.raises(SurgeryError, match=r"undo that first \(`unsplit_` for param_groups\)"):
+        qk.surgery.recouple_(model)
+    qk.surgery.unsplit_(model)
+    with torch.inference_mode():
+        close(model(x, src_key_padding_mask=PADDING), trained, 1e-5)
+    qk.surgery.recouple_(model)
 
 
 def test_an_encoder_and_a_decoder() -> None:
@@ -591,3 +662,20 @@ def test_relatives_take_the_same_place(kind: str, relative: str) -> None:
         SurgeryError, match="is no kind of attention; known: decoupled, exclusive, no-diagonal"
     ):
         mha.switch_on(site, "standard")  # type: ignore[arg-type]
+
+
+def test_set_attention_in_a_stack() -> None:
+    model, x = encoder().eval(), inputs(dtype=torch.float32)
+    stock = copy.deepcopy(model)
+    qk.surgery.set_attention_(model, "no-diagonal")
+    assert not model.use_nested_tensor
+    with torch.no_grad():
+        out = model(x, src_key_padding_mask=PADDING)
+        close(model.train()(x, src_key_padding_mask=PADDING), out, 1e-5)
+        mask = torch.eye(LENGTH, dtype=torch.bool)
+        close(stock.train()(x, mask=mask), model(x), 1e-5)
+        assert not torch.allclose(stock(x), model(x), atol=1e-2)
+    qk.surgery.set_attention_(model, "standard")
+    assert model.use_nested_tensor
+    assert type(model.layers[0].self_attn) is nn.MultiheadAttention
+    assert torch.equal(model(x), stock(x))

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import qkform as qk
 from qkform import sites
 from qkform.errors import SurgeryError
-from qkform.surgery import describe_groups, param_groups, unsplit_
+from qkform.surgery import collapse_, decouple_, describe_groups, param_groups, unsplit_
 from qkform.surgery.split import is_split, parts, split_
 from tests import truth
 
@@ -207,16 +207,22 @@ def test_frozen_parameters_are_in_no_group_and_are_not_split() -> None:
     assert is_split(model.transformer.h[1].attn.c_attn)
 
 
-def test_the_self_score_has_a_group_and_a_rate() -> None:
-    model = tiny("bert")
-    for layer in model.bert.encoder.layer:
-        own = layer.attention.self
-        own.self_score = nn.Module()
-        own.self_score.v = nn.Parameter(torch.zeros(3, 24))
-    groups = param_groups(model, lr=1e-3, self_score_lr_ratio=0.5, weight_decay=0.1)
+@pytest.mark.parametrize("name", ["bert", "gpt2", "encoder"])
+def test_the_self_score_has_a_group_and_a_rate(name: str) -> None:
+    model = decouple_(tiny(name), init="diagonal")
+    expected = computed(model).detach()
+    groups = param_groups(model, lr=1e-3, qk_lr_ratio=4.0, self_score_lr_ratio=0.5, weight_decay=0.1)
     (group,) = (g for g in groups if g["name"].startswith("self_score"))
     assert (group["name"], group["lr"], group["weight_decay"]) == ("self_score/decay", 5e-4, 0.2)
     assert [tuple(p.shape) for p in group["params"]] == [(3, 24)] * 2
+    assert names_in(groups, model, "qk")
+    assert len([n for n in names_in(groups, model, "ov") if "bias" not in n]) == 4
+    out = computed(model)
+    assert torch.equal(out, expected)
+    out.square().mean().backward()
+    assert all(
+        p.grad.any() for g in groups for p in g["params"] if g["name"] in ("self_score/decay", "qk/decay")
+    )
 
 
 def test_cross_attention_and_a_fused_key_and_value() -> None:
@@ -293,6 +299,29 @@ def test_an_adapter_on_a_fused_weight_is_refused() -> None:
     assert not any(is_split(m) for m in model.modules())
 
 
+@pytest.mark.parametrize("ov", [True, False])
+def test_collapsed_circuits(ov: bool) -> None:
+    model = collapse_(tiny("encoder"), ov=ov)
+    groups = param_groups(model, lr=1e-3, qk_lr_ratio=2.0, weight_decay=0.1)
+    names = {"qk/decay": {"W_QK"}, "qk/no_decay": {"b_K"}, "ov/no_decay": {"b_O"}}
+    names["ov/decay"] = {"W_OV"} if ov else {"W_V", "W_O"}
+    for group, its in names.items():
+        assert names_in(groups, model, group) == {f"layers.{i}.self_attn.{n}" for i in (0, 1) for n in its}
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_collapsed_circuits_of_hugging_face_models(name: str) -> None:
+    model = collapse_(tiny(name))
+    groups = param_groups(model, lr=1e-3, qk_lr_ratio=2.0)
+    at, q, o = {
+        "bert": ("bert.encoder.layer.1.attention", "self.query", "output.dense"),
+        "gpt2": ("transformer.h.1.attn", "c_attn.query", "c_proj"),
+    }[name]
+    assert {f"{at}.{q}.weight", f"{at}.{q}.bias"} <= names_in(groups, model, "qk")
+    assert {f"{at}.{o}.weight", f"{at}.{o}.bias"} <= names_in(groups, model, "ov")
+    assert not {n for n in names_in(groups, model, "rest") if ".attn." in n or "query" in n}
+
+
 def test_terms_of_the_score_that_are_no_q_and_k_are_left_in_the_rest() -> None:
     """DeBERTa's position projections are of the shape of an output projection, and are none."""
     truth.quiet()
@@ -305,6 +334,19 @@ def test_terms_of_the_score_that_are_no_q_and_k_are_left_in_the_rest() -> None:
     at = "encoder.layer.0.attention"
     assert {f"{at}.self.value_proj.weight", f"{at}.output.dense.weight"} <= names_in(groups, model, "ov")
     assert f"{at}.self.pos_key_proj.weight" in names_in(groups, model, "rest")
+
+
+@pytest.mark.parametrize(
+    ("name", "group"), [("mixer", "ov"), ("o_proj", "ov"), ("pos_proj", "rest"), ("gate", "rest")]
+)
+def test_an_output_projection_of_another_name_is_known_by_its_shape(name: str, group: str) -> None:
+    """Where it is the only matrix left, and is not called a term of the score or a gate."""
+    model = nn.Module()
+    model.attn = nn.ModuleDict({n: nn.Linear(12, 12) for n in ("q_proj", "k_proj", "v_proj", name)})
+    model.attn.num_heads = 3
+    groups = param_groups(model, lr=1e-3, qk_lr_ratio=2.0)
+    assert names_in(groups, model, "ov") >= {"attn.v_proj.weight", "attn.v_proj.bias"}
+    assert f"attn.{name}.weight" in names_in(groups, model, group)
 
 
 # ---- a split weight ----------------------------------------------------------------------------------------
@@ -364,6 +406,16 @@ def test_splitting_twice_is_splitting_once_and_unsplitting_undoes_it(name: str) 
     assert list(state) == [n for n, _ in model.named_parameters()]  # in the order it had
     assert all(torch.equal(state[n], p) for n, p in model.named_parameters())
     computed(model).sum().backward()
+
+
+def test_unsplitting_puts_parameters_back_where_they_stood() -> None:
+    model = tiny("gpt2")
+    for block in model.transformer.h:
+        block.attn.c_attn.bias.requires_grad_(False)  # so that the weight alone is split
+    names = [n for n, _ in model.named_parameters()]
+    param_groups(model, lr=1e-3, qk_lr_ratio=3.0)
+    assert [n for n, _ in model.named_parameters()] != names
+    assert [n for n, _ in unsplit_(model).named_parameters()] == names
 
 
 def test_a_ratio_of_one_splits_nothing() -> None:
@@ -446,7 +498,9 @@ def test_copies_and_pickles_of_a_split_model_are_models_of_their_own(name: str) 
     assert torch.equal(computed(model), expected)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "encoder"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_neox", "encoder"))]
+)
 def test_a_split_model_compiles_without_a_graph_break(name: str) -> None:
     torch._dynamo.reset()
     model = tiny(name)
@@ -555,13 +609,15 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
 def test_a_split_model_trains_as_one_with_separate_projections(
     name: str, optimizer: str, dtype: torch.dtype
 ) -> None:
-    """50 steps, the rate of Q and K four times the others': losses and parameters agree to 1e-6.
+    """50 steps, the rate of Q and K four times the others': losses and parameters agree, in float64 to 1e-11.
 
-    In float32 the key biases do not count under Adam: softmax cancels what they add, so that their gradient is
-    rounding error, which Adam blows up to whole steps. In float64 it stays under Adam's eps.
+    In float32 losses agree to 1e-6. Adam divides rounding errors by the size of the gradient where that is small, so
+    parameters agree to 1e-5 only (1e-6 here), and key biases do not count: softmax cancels what they add, their
+    gradient is nothing but rounding error, and Adam takes whole steps along it.
     """
     steps, ratio, decay = 50, 4.0, 0.1
     lr = 1e-3 if optimizer == "adamw" else 2e-2
+    tolerance = 1e-11 if dtype == torch.float64 else 1e-5 if optimizer == "adamw" else 1e-6
     split, apart = tiny(name).to(dtype), tiny(name).to(dtype)
     groups = param_groups(split, lr=lr, qk_lr_ratio=ratio, weight_decay=decay)
     fast, slow = [], []
@@ -590,22 +646,24 @@ def test_a_split_model_trains_as_one_with_separate_projections(
             stepper.step()
             history.append(loss.item())
         losses.append(history)
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert losses[0] == pytest.approx(losses[1], rel=0, abs=min(tolerance, 1e-6))
     assert losses[0][-1] < losses[0][0] - 0.1
     pairs = zip(_fused_modules(split, name), _fused_modules(apart, name), strict=True)
     for (module, attribute), (other, _) in pairs:
         weight, bias = getattr(other, attribute).fused()
         own = getattr(module, attribute)
         found = own.weight.T if name == "gpt2" else own.weight
-        assert (found - weight).abs().max().item() < 1e-6
+        assert (found - weight).abs().max().item() < tolerance
         biases = (own.bias - bias).abs().view(*((3, 3, 8) if name == "gpt_neox" else (3, 24)))
         of_keys = 1 if name == "gpt_neox" else 0  # (heads, q k v, d_head), or (q k v, all)
         counted = torch.tensor([0, 1, 2] if optimizer == "sgd" or dtype == torch.float64 else [0, 2])
-        assert biases.index_select(of_keys, counted).max().item() < 1e-6
+        assert biases.index_select(of_keys, counted).max().item() < tolerance
     named = dict(split.named_parameters())
     common = [n for n, _ in apart.named_parameters() if n in named]
     assert len(common) > 10
-    assert max((named[n] - p).abs().max().item() for n, p in apart.named_parameters() if n in named) < 1e-6
+    assert (
+        max((named[n] - p).abs().max().item() for n, p in apart.named_parameters() if n in named) < tolerance
+    )
 
 
 def test_a_rate_is_not_a_scaled_gradient_under_adam() -> None:
@@ -665,6 +723,26 @@ def test_a_ratio_that_is_not_positive_is_refused(ratio: float) -> None:
         param_groups(tiny("mha"), lr=1e-3, qk_lr_ratio=ratio)
 
 
+class DistributedDataParallel(nn.Module):
+    """What the wrapper of torch looks like from outside."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_splitting_comes_before_wrapping() -> None:
+    model = tiny("gpt2")
+    with pytest.raises(
+        SurgeryError, match=r"transformer\.h\.0\.attn\.c_attn\.weight: .*before it is wrapped"
+    ):
+        param_groups(DistributedDataParallel(model), lr=1e-3, qk_lr_ratio=2.0)
+    assert not any(is_split(m) for m in model.modules())
+    before = param_groups(model, lr=1e-3, qk_lr_ratio=2.0)
+    after = param_groups(DistributedDataParallel(model), lr=1e-3, qk_lr_ratio=2.0)
+    assert [[id(p) for p in g["params"]] for g in before] == [[id(p) for p in g["params"]] for g in after]
+
+
 def test_a_fused_weight_that_is_tied_is_refused_and_nothing_is_left_split() -> None:
     model = nn.ModuleList([nn.MultiheadAttention(24, 3) for _ in range(3)])
     model[2].in_proj_weight = model[1].in_proj_weight
@@ -681,8 +759,15 @@ def test_q_and_k_that_are_products_are_refused() -> None:
         intermediate_size=20, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4,
         qk_nope_head_dim=4, v_head_dim=8,
     )  # fmt: skip
+    model = transformers.DeepseekV3Model(config)
     with pytest.raises(SurgeryError, match=r"layers\.0\.self_attn.*product"):
-        param_groups(transformers.DeepseekV3Model(config), lr=1e-3, qk_lr_ratio=2.0)
+        param_groups(model, lr=1e-3, qk_lr_ratio=2.0)
+    both = nn.ModuleDict({"one": tiny("gpt2"), "other": model})
+    with pytest.raises(SurgeryError, match=r"other\.layers\.0\.self_attn.*product.*leave qk_lr_ratio at 1"):
+        param_groups(both, lr=1e-3, qk_lr_ratio=2.0)
+    assert not any(is_split(m) for m in both.modules())
+    groups = param_groups(both, lr=1e-3)
+    assert "other.layers.0.self_attn.q_b_proj.weight" in names_in(groups, both, "rest")
 
 
 def test_a_parametrized_weight_is_refused() -> None:

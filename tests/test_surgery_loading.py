@@ -129,6 +129,17 @@ def same(one: Any, other: Any) -> None:
     for name, value in one.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name
     assert torch.equal(logits(one), logits(other))
+    for mine, theirs in zip(*(hidden(model) for model in (one, other)), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def hidden(model: Any) -> tuple[Tensor, ...]:
+    """What the model records of its layers: transformers finds that by the model's class."""
+    with torch.no_grad():
+        out = model(**called(model), output_hidden_states=True)
+    found: tuple[Tensor, ...] = out.get("hidden_states") or out.decoder_hidden_states
+    assert len(found) == 3
+    return found
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -257,6 +268,38 @@ def test_loading_trains_on(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+def test_a_symmetric_start_and_a_self_score(tmp_path: Path, said: list[str]) -> None:
+    model = llama().eval()
+    qk.surgery.symmetrize_(model, arm="matched")
+    qk.surgery.decouple_(model)
+    assert [change["change"] for change in record.changes(model)] == ["symmetrize", "decouple"]
+    model.save_pretrained(tmp_path)
+    same(qk.surgery.from_pretrained(transformers.AutoModelForCausalLM, tmp_path), model)
+    assert said == []
+
+
+@pytest.mark.parametrize("kind", ["exclusive", "no-diagonal"])
+def test_relatives_of_attention(kind: str, tmp_path: Path, said: list[str]) -> None:
+    model = gpt2().eval()
+    stock = logits(model)
+    qk.surgery.set_attention_(model, kind)
+    assert not torch.allclose(logits(model), stock, atol=1e-4)
+    model.save_pretrained(tmp_path)
+    loaded = qk.surgery.from_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+    same(loaded, model)
+    assert said == []
+    assert torch.equal(logits(qk.surgery.set_attention_(loaded, "standard")), stock)
+
+
+def test_split_weights_are_saved_whole(tmp_path: Path, said: list[str]) -> None:
+    model = decoupled(gpt2)
+    qk.surgery.param_groups(model, lr=0.1, qk_lr_ratio=4.0)
+    model.save_pretrained(tmp_path)
+    loaded = qk.surgery.from_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+    same(loaded, qk.surgery.unsplit_(model))
+    assert said == []
+
+
 # ---- into other classes ------------------------------------------------------------------------------------
 
 
@@ -316,6 +359,42 @@ def test_transformers_alone_loads_a_standard_model_and_says_so(tmp_path: Path, s
         qk.surgery.decouple_(loaded)
 
 
+def test_a_class_of_ones_own(tmp_path: Path) -> None:
+    class Own(transformers.BertForMaskedLM):  # type: ignore[name-defined, misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.logits = -out.logits
+            return out
+
+    model = decoupled(bert)
+    model.save_pretrained(tmp_path)
+    loaded = qk.surgery.from_pretrained(Own, tmp_path)
+    assert type(loaded) is Own
+    assert torch.equal(logits(loaded), -logits(model))
+
+
+def test_a_config_and_a_state_dict_of_ones_own(tmp_path: Path) -> None:
+    model = decoupled(llama)
+    model.save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    same(qk.surgery.from_pretrained(transformers.AutoModelForCausalLM, tmp_path, config=config), model)
+    given = {"config": config, "state_dict": model.state_dict()}
+    loaded = qk.surgery.from_pretrained(transformers.LlamaForCausalLM, None, **given)
+    assert torch.equal(logits(loaded), logits(model))
+    config.num_hidden_layers = 1  # the others are not there, as in transformers
+    short = qk.surgery.from_pretrained(transformers.LlamaForCausalLM, tmp_path, config=config)
+    assert record.done(short, "decouple")["sites"] == ["model.layers.0.self_attn"]
+
+
+def test_generation(tmp_path: Path) -> None:
+    for make in (llama, t5):
+        model = decoupled(make)
+        model.save_pretrained(tmp_path)
+        loaded = qk.surgery.from_pretrained(type(model), tmp_path)
+        given = {"inputs": TOKENS, "max_new_tokens": 5, "do_sample": False}
+        assert torch.equal(loaded.generate(**given), model.generate(**given))
+
+
 # ---- what is refused ---------------------------------------------------------------------------------------
 
 
@@ -337,7 +416,9 @@ def test_a_newer_record(folder: Path) -> None:
 
 def test_an_unknown_change(folder: Path) -> None:
     edit(folder, lambda config: config["qkform"]["changes"].append({"change": "transmute"}))
-    with pytest.raises(SurgeryError, match=r"has the change 'transmute'; known: decouple, .*upgrade qkform"):
+    with pytest.raises(
+        SurgeryError, match=r"has the change 'transmute'; known: .*decouple, .*upgrade qkform"
+    ):
         load(folder)
 
 
@@ -382,6 +463,19 @@ def test_a_self_score_without_a_record(folder: Path) -> None:
         CheckpointError, match=r"layer\.0\.attention\.self\.self_score\.v.* records no attention"
     ):
         load(folder)
+
+
+def test_custom_code_that_an_auto_class_fetches(folder: Path) -> None:
+    class Fetching(transformers.AutoModelForMaskedLM):  # type: ignore[name-defined, misc]
+        @classmethod
+        def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+            return transformers.BertForMaskedLM.from_pretrained(*args, **kwargs)
+
+    with pytest.raises(SurgeryError, match=r"BertForMaskedLM, is custom code .* pass the class itself"):
+        qk.surgery.from_pretrained(Fetching, folder)
+    edit(folder, lambda config: config.pop("qkform"))
+    rewrite(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "self_score" in name])
+    assert type(qk.surgery.from_pretrained(Fetching, folder)) is transformers.BertForMaskedLM
 
 
 def test_what_is_no_model_class(folder: Path) -> None:

@@ -82,7 +82,7 @@ def check_mask(mask: Tensor, full: tuple[int, int, int, int]) -> None:
 
 
 def check_start(start: int | Tensor | None, n: int, m: int) -> None:
-    """The key of the first query's own token, for n queries and m keys."""
+    """AttentionError for queries that stand beside the keys; a tensor's value is read where it is used."""
     if isinstance(start, Tensor):
         if start.numel() != 1 or start.is_floating_point() or start.dtype == torch.bool:
             raise AttentionError(

@@ -54,11 +54,7 @@ def decoupled_attention(
     query, key, value = _autocast(query, key, value)
     check(query, key, value, self_score, attn_mask, dropout_p, enable_gqa, query_start, impl)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    reason = (
-        None if impl == "reference" else why_not_flash(query, key, value, self_score, attn_mask, dropout_p)
-    )
-    if reason is None and scale <= 0:  # -inf times 0 is NaN, and turned around it is +inf
-        reason = f"scale is {scale}, and fused kernels mask before they scale"
+    reason = why_not_flash(query, key, value, self_score, attn_mask, dropout_p, scale)
     if impl == "flash" and reason is not None:
         raise AttentionError(f"impl='flash' cannot be used: {reason}; impl='reference' and 'auto' can")
     if impl == "reference" or reason is not None:
@@ -80,7 +76,13 @@ def decoupled_attention(
 
 
 def why_not_flash(
-    query: Tensor, key: Tensor, value: Tensor, self_score: Tensor, attn_mask: Tensor | None, dropout_p: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    self_score: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    scale: float,
 ) -> str | None:
     """Why fused kernels cannot take these arguments, which fit each other; None where they can."""
     tensors = [query, key, value, self_score] + ([] if attn_mask is None else [attn_mask])
@@ -88,6 +90,8 @@ def why_not_flash(
         return f"there are no kernels for device {query.device.type!r}, only for {', '.join(KERNELS)}"
     if dropout_p > 0:
         return f"dropout_p is {dropout_p}, and fused kernels drop by a rule of their own"
+    if not scale > 0:
+        return f"scale is {scale}, and fused kernels hide keys before they scale"
     if value.shape[-1] != query.shape[-1]:
         return f"value has {value.shape[-1]} features per head, and query {query.shape[-1]}"
     if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
@@ -102,7 +106,7 @@ def why_not_flash(
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """As scaled_dot_product_attention under autocast: floats but float64 in the autocast type."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     narrow = (torch.float32, torch.float16, torch.bfloat16)

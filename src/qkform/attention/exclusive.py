@@ -34,7 +34,8 @@ def exclusive_attention(
     position, which aligns bottom-right (`scaled_dot_product_attention` aligns top-left); with a mask, both apply.
 
     The difference is taken in float32 (float64 for float64), the result has the type of y.
-    Source: arXiv 2603.09078.  `scaled_dot_product_attention` and a few passes over its output.
+    Source: arXiv 2603.09078.  `scaled_dot_product_attention` and a few passes over its output; what that can do in
+    torch.func and in second derivatives, this can.
     """
     query, key, value = _autocast(query, key, value)
     check_heads(query, key, value, enable_gqa)

@@ -10,6 +10,7 @@ Nothing of size N x M is kept in between.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from torch import Tensor
 from qkform.attention.fused import KERNELS
 from qkform.attention.parts import Part, as_floats, closed_rows, parts
 from qkform.attention.reference import score_type
+
+TOGETHER = 2**18  # numbers of one step through rows: what a core's cache holds
 
 
 def forward(
@@ -40,7 +43,9 @@ def forward(
         o, other = _fused(q, k, v, part, scale)
         a, b = part.rows
         before = lse[..., a:b]
-        weight = torch.sigmoid(other - before).masked_fill_(other == -math.inf, 0.0)
+        weight = torch.sigmoid(other - before)
+        if part.closable:
+            weight.masked_fill_(other == -math.inf, 0.0)
         before.copy_(torch.logaddexp(before, other))
         if out is None:
             out = o if b - a == n else torch.empty_like(q)
@@ -58,10 +63,10 @@ def forward(
     out = torch.empty_like(q) if out is None else out
     if done < n:
         by_group(out, groups)[..., done:, :] = own[..., done:, :]
-    empty = lse == -math.inf
-    if bool(empty.any()):
-        out.masked_fill_(empty[..., None], 0.0)
-        lse.masked_fill_(empty, math.inf)
+    if not math.isfinite(float(lse.sum())):
+        empty = lse == -math.inf
+        out.masked_fill_(empty[..., None], 0.0).masked_fill_(~(empty | lse.isfinite())[..., None], math.nan)
+        lse.masked_fill_(lse == math.inf, math.nan).masked_fill_(empty, math.inf)
     return out, lse
 
 
@@ -113,17 +118,15 @@ def backward(
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of one part; a row without open keys is 0 and -inf."""
-    out, lse = KERNELS[q.device.type].forward(
+    return KERNELS[q.device.type].forward(
         q[:, :, slice(*part.rows)],
         _keys(k, part),
         _keys(v, part),
         mask=part.mask,
         causal=part.causal,
         scale=scale,
+        closed=partial(closed_rows, part) if part.closable else None,
     )
-    if part.closable and bool((lse == 0).any()):
-        lse.masked_fill_(closed_rows(part), -math.inf)
-    return out, lse
 
 
 def _keys(x: Tensor, part: Part) -> Tensor:
@@ -142,13 +145,15 @@ def _self_scores(
 
 
 def _slopes(grad: Tensor, own: Tensor, out: Tensor) -> Tensor:
-    """grad . (v_self - out) for each row, (B, H, N): one sequence at a time, so that what is in between stays small."""
+    """grad . (v_self - out) for each row, (B, H, N): some sequences at a time, so that nothing large is in between."""
     wide, groups = score_type(grad), own.shape[1]
     slopes = grad.new_empty(grad.shape[:-1], dtype=wide)
-    for b in range(grad.shape[0]):
-        steps = own[b : b + 1, :, None] - by_group(out[b : b + 1], groups)
-        steps *= by_group(grad[b : b + 1], groups)
-        torch.sum(steps, -1, dtype=wide, out=by_group(slopes[b : b + 1], groups))
+    together = max(1, TOGETHER // max(1, grad[:1].numel()))
+    for b in range(0, grad.shape[0], together):
+        some = slice(b, b + together)
+        steps = own[some, :, None] - by_group(out[some], groups)
+        steps *= by_group(grad[some], groups)
+        torch.sum(steps, -1, dtype=wide, out=by_group(slopes[some], groups))
     return slopes
 
 

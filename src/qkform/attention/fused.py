@@ -9,6 +9,8 @@ merged with scores from elsewhere.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,11 +19,22 @@ from torch import Tensor
 _aten = torch.ops.aten
 
 
+Closed = Callable[[], Tensor]  # which rows (b, h, rows or 1) the mask leaves without a key
+
+
 class Forward(Protocol):
-    """(output, log-sum-exp) of one fused call."""
+    """(output, log-sum-exp) of one fused call: 0 and -inf for the rows that `closed` names, where it is given."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        closed: Closed | None,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -51,15 +64,30 @@ class Kernel(NamedTuple):
 
 
 def _cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    closed: Closed | None,
 ) -> tuple[Tensor, Tensor]:
     """The mask has 2 or 4 dimensions, is read by its strides (0 or 1 in the last), and may come with causal.
 
     A row without an allowed key gives output 0 and log-sum-exp 0. No keys at all ends the process: never call it so.
+    It takes a row of nothing but NaN for one without keys; such rows get the log-sum-exp NaN here.
     """
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
+    if not bool(lse.all()):
+        rows = (lse == 0).nonzero(as_tuple=True)
+        group = rows[1] // (q.shape[1] // k.shape[1])
+        lost = q[rows].isnan().any(-1) | k.isnan().any(-1).any(-1)[rows[0], group]
+        lse[rows] = torch.where(lost, math.nan, lse[rows])
+        if closed is not None:
+            lse.masked_fill_(closed(), -math.inf)
     return out, lse
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qkform.attention import flash
+from qkform.attention.checks import check_start
 from qkform.attention.reference import score_type
 from qkform.errors import AttentionError
 
@@ -35,6 +36,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; `place`, where given, is `start` as a tensor."""
     begin = start if place is None else int(place)
+    check_start(begin, query.shape[2], key.shape[2])
     return flash.forward(query, key, value, self_score, mask, is_causal, scale, begin)
 
 

@@ -61,10 +61,11 @@ def attention_statistics(
     `scale`, `enable_gqa` and `query_start` as in `decoupled_attention`; standard attention that is not causal may look
     at another sequence.  A float mask is part of the scores: all three count it, and -inf hides a key.
 
-    Exact, without gradients, float32 (float64 for a float64 query).  `chunk` rows of scores are held at a time, by
-    default as many as make two million scores, so that memory grows as N and not as N^2.  With `largest=False`, and
-    no float mask, it is one call of the fused kernels with the keys as values: with p the weights of a row,
+    Exact, without gradients, float32 (float64 for a float64 query).  Log-sum-exp and entropy are one call of the fused
+    kernels with the keys as values: with p the weights and s the scores of a row,
     entropy = log_sum_exp - sum_j p_j s_j = log_sum_exp - scale * q . sum_j p_j k_j, and the self score in its place.
+    The largest weight, and everything under a float mask, comes from the scores of `chunk` rows at a time, by default
+    as many as make two million scores: slower, and memory still grows as N and not as N^2.
 
     >>> found = attention_statistics(torch.zeros(1, 2, 3, 4), torch.ones(1, 2, 3, 4), is_causal=True)
     >>> found.effective_keys[0, 0]
@@ -96,11 +97,13 @@ def attention_statistics(
         1 / math.sqrt(d) if scale is None else float(scale),
         m - n if query_start is None else query_start,
     )
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         keys = given.count_keys(chunk)
-        if not largest and given.fits_the_fused_kernels():
-            return _fused(given, keys)
-        return _from_scores(given, keys, chunk, largest)
+        if not given.fits_the_fused_kernels():
+            return _from_scores(given, keys, chunk, largest)
+        log_sum_exp, entropy = _fused(given, keys)
+        most = _largest(given, log_sum_exp, chunk) if largest else None
+        return AttentionStatistics(log_sum_exp, entropy, keys, most)
 
 
 @dataclass(frozen=True)
@@ -119,15 +122,26 @@ class _Given:
         """(rows, 1): the key of each query's own token."""
         return torch.arange(part.start, part.stop, device=self.query.device)[:, None] + self.start
 
+    def reach(self, part: slice) -> int:
+        """M', how many keys come into question for some rows."""
+        m: int = self.key.shape[2]
+        return min(m, self.start + part.stop) if self.is_causal and isinstance(self.start, int) else m
+
+    def mask_of(self, part: slice) -> Tensor | None:
+        """The mask of some rows, broadcasting to (B, H, rows, M')."""
+        if self.mask is None:
+            return None
+        return self.mask.expand(-1, -1, self.query.shape[2], self.key.shape[2])[
+            :, :, part, : self.reach(part)
+        ]
+
     def open(self, part: slice) -> Tensor | None:
-        """Which keys some rows may attend to, broadcasting to (B, H, rows, M); None where all."""
-        n, m = self.query.shape[2], self.key.shape[2]
-        found = None
-        if self.mask is not None:
-            mask = self.mask.expand(-1, -1, n, m)[:, :, part]
-            found = mask if mask.dtype == torch.bool else mask > -math.inf
+        """Which keys some rows may attend to, broadcasting to (B, H, rows, M'); None where all."""
+        found = self.mask_of(part)
+        if found is not None and found.dtype != torch.bool:
+            found = found > -math.inf
         if self.is_causal:
-            past = torch.arange(m, device=self.query.device) <= self.place(part)
+            past = torch.arange(self.reach(part), device=self.query.device) <= self.place(part)
             found = past[None, None] if found is None else found & past
         return found
 
@@ -154,7 +168,7 @@ class _Given:
         own = self.query[..., 0] if self.self_score is None else self.self_score
         if n > m or self.scale <= 0 or (self.mask is not None and self.mask.dtype != torch.bool):
             return False  # the kernels mask before they scale, and do not say what a float mask adds
-        return why_not_flash(self.query, self.key, self.key, own, self.mask, 0.0) is None
+        return why_not_flash(self.query, self.key, self.key, own, self.mask, 0.0, self.scale) is None
 
 
 def _parts(n: int, chunk: int | None, scores_of_a_row: int) -> Iterator[slice]:
@@ -163,62 +177,68 @@ def _parts(n: int, chunk: int | None, scores_of_a_row: int) -> Iterator[slice]:
         yield slice(begin, min(begin + rows, n))
 
 
-def _from_scores(given: _Given, keys: Tensor, chunk: int | None, largest: bool) -> AttentionStatistics:
-    """Everything from the scores of some rows at a time."""
+def _fused(given: _Given, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp and entropy: one fused call gives the mean key of each row, and that the mean score."""
+    q, k, self_score = given.query, given.key, given.self_score
+    groups, places = k.shape[1], given.place(slice(0, q.shape[2]))
+    own_key = k.index_select(2, places[:, 0])[:, :, None]  # (B, G, 1, N, D)
+    product = (q.unflatten(1, (groups, -1)) * own_key).sum(-1).flatten(1, 2)  # q_i . k_i
+    own = product if self_score is None else self_score
+    start, place = (0, given.start) if isinstance(given.start, Tensor) else (given.start, None)
+    mean_key, log_sum_exp = attend(q, k, k, own, given.mask, given.is_causal, given.scale, start, place)
+    mean = (q.unflatten(1, (groups, -1)) * mean_key.unflatten(1, (groups, -1))).sum(-1).flatten(1, 2)
+    if self_score is not None:
+        weight = torch.exp(given.scale * own - log_sum_exp)  # of the own key
+        hidden = own == -math.inf
+        if given.mask is not None:
+            mask = given.mask.expand(-1, -1, q.shape[2], k.shape[2])
+            hidden = hidden | ~mask.gather(-1, places.expand(*mask.shape[:3], 1))[..., 0]
+        mean = mean + torch.where(hidden, 0.0, weight * (own - product))
+    empty = keys == 0
+    entropy = (log_sum_exp - given.scale * mean).clamp_(min=0.0).masked_fill_(empty, 0.0)
+    return log_sum_exp.masked_fill(empty, -math.inf), entropy
+
+
+def _largest(given: _Given, log_sum_exp: Tensor, chunk: int | None) -> Tensor:
+    """(B, H, N): the largest weight, from the largest score."""
     b, h, n, _ = given.query.shape
-    m = given.key.shape[2]
-    made = [given.query.new_empty(b, h, n) for _ in range(3)]
-    for part in _parts(n, chunk, b * h * m):
+    largest = torch.empty_like(log_sum_exp)
+    for part in _parts(n, chunk, b * h * given.key.shape[2]):
+        largest[:, :, part] = _scores(given, part).amax(-1)
+    empty = log_sum_exp == -math.inf
+    return largest.sub_(log_sum_exp).exp_().clamp_(max=1.0).masked_fill_(empty, 0.0)
+
+
+def _from_scores(given: _Given, keys: Tensor, chunk: int | None, largest: bool) -> AttentionStatistics:
+    """Everything from the scores."""
+    b, h, n, _ = given.query.shape
+    log_sum_exp, entropy, most = (given.query.new_empty(b, h, n) for _ in range(3))
+    for part in _parts(n, chunk, b * h * given.key.shape[2]):
         scores = _scores(given, part)
         top = scores.amax(-1, keepdim=True)  # (B, H, rows, 1)
         top.masked_fill_(top == -math.inf, 0.0)
         below = scores.sub_(top).clamp_(min=_FAR)  # 0 times -inf has no value
         weights = below.exp()
         total = weights.sum(-1)
-        made[0][:, :, part] = top[..., 0] + total.log()
-        made[1][:, :, part] = total.log() - weights.mul_(below).sum(-1) / total
-        made[2][:, :, part] = 1 / total
-    log_sum_exp, entropy, most = made
+        log_sum_exp[:, :, part] = top[..., 0] + total.log()
+        entropy[:, :, part] = total.log() - weights.mul_(below).sum(-1) / total
+        most[:, :, part] = 1 / total
     empty = keys == 0
     entropy = entropy.clamp_(min=0.0).masked_fill_(empty, 0.0)
     return AttentionStatistics(log_sum_exp, entropy, keys, most.masked_fill_(empty, 0.0) if largest else None)
 
 
 def _scores(given: _Given, part: slice) -> Tensor:
-    """(B, H, rows, M): the scores of some rows, -inf where a row may not attend."""
-    b, h, n, d = given.query.shape
-    g, m = given.key.shape[1:3]
+    """(B, H, rows, M'): the scores of some rows, -inf where a row may not attend."""
+    b, h, _, d = given.query.shape
+    g, m = given.key.shape[1], given.reach(part)
     q = (given.scale * given.query[:, :, part]).reshape(b, g, -1, d)  # (B, G, H / G * rows, D)
-    scores = (q @ given.key.mT).view(b, h, -1, m)
+    scores = (q @ given.key[:, :, :m].mT).view(b, h, -1, m)
     if given.self_score is not None:
         own = given.self_score[:, :, part, None]
         own = torch.where(own == -math.inf, own, given.scale * own)
         scores.scatter_(-1, given.place(part).expand(own.shape), own)
-    if given.mask is not None and given.mask.dtype != torch.bool:
-        scores += given.mask.expand(-1, -1, n, m)[:, :, part]
-    found = given.open(part)
+    mask, found = given.mask_of(part), given.open(part)
+    if mask is not None and mask.dtype != torch.bool:
+        scores += mask
     return scores if found is None else scores.masked_fill_(~found, -math.inf)
-
-
-def _fused(given: _Given, keys: Tensor) -> AttentionStatistics:
-    """Log-sum-exp and the mean key of each row from one fused call; the mean score from these."""
-    q, k, self_score, mask = given.query, given.key, given.self_score, given.mask
-    groups, places = k.shape[1], given.place(slice(0, q.shape[2]))
-    own_key = k.index_select(2, places[:, 0])[:, :, None]  # (B, G, 1, N, D)
-    product = (q.unflatten(1, (groups, -1)) * own_key).sum(-1).flatten(1, 2)  # q_i . k_i
-    own = product if self_score is None else self_score
-    start, place = (0, given.start) if isinstance(given.start, Tensor) else (given.start, None)
-    mean_key, log_sum_exp = attend(q, k, k, own, mask, given.is_causal, given.scale, start, place)
-    mean = (q.unflatten(1, (groups, -1)) * mean_key.unflatten(1, (groups, -1))).sum(-1).flatten(1, 2)
-    if self_score is not None:
-        weight = torch.exp(given.scale * own - log_sum_exp)  # of the own key
-        hidden = own == -math.inf
-        if mask is not None:
-            wide = mask.expand(-1, -1, q.shape[2], k.shape[2])
-            hidden = hidden | ~wide.gather(-1, places.expand(*wide.shape[:3], 1))[..., 0]
-        mean = mean + torch.where(hidden, 0.0, weight * (own - product))
-    empty = keys == 0
-    entropy = (log_sum_exp - given.scale * mean).clamp_(min=0.0)
-    return AttentionStatistics(
-        log_sum_exp.masked_fill(empty, -math.inf), entropy.masked_fill_(empty, 0.0), keys, None
-    )

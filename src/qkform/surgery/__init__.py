@@ -9,8 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qkform.surgery.collapsed import CircuitAttention as CircuitAttention
     from qkform.surgery.decouple import decouple_ as decouple_
     from qkform.surgery.decouple import recouple_ as recouple_
+    from qkform.surgery.factorize import collapse_ as collapse_
+    from qkform.surgery.factorize import factorize_ as factorize_
     from qkform.surgery.groups import describe_groups as describe_groups
     from qkform.surgery.groups import param_groups as param_groups
     from qkform.surgery.loading import from_pretrained as from_pretrained
@@ -19,8 +22,11 @@ if TYPE_CHECKING:
     from qkform.surgery.symmetric_init import symmetrize_ as symmetrize_
 
 _HOME: dict[str, str] = {  # public name -> module
+    "CircuitAttention": "qkform.surgery.collapsed",
+    "collapse_": "qkform.surgery.factorize",
     "decouple_": "qkform.surgery.decouple",
     "describe_groups": "qkform.surgery.groups",
+    "factorize_": "qkform.surgery.factorize",
     "from_pretrained": "qkform.surgery.loading",
     "param_groups": "qkform.surgery.groups",
     "recouple_": "qkform.surgery.decouple",

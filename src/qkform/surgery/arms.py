@@ -69,8 +69,8 @@ def identity(p: Planes, head: int, generator: Any) -> torch.Tensor:
 def signs(p: Planes, head: int, generator: Any) -> torch.Tensor:
     """J = diag of signs, one per rotary plane, as many minus as plus: W attracts along as many directions as it repels.
 
-    Which are minus is drawn. Of an odd number one is left over; its sign alternates from key head to key head. A left
-    over plane (two coordinates) is made up for among the free coordinates, where there are some.
+    Which are minus is drawn. Of an odd number one is left over; its sign alternates from key head to key head. A plane
+    that is left over (two coordinates) is made up for among the free coordinates, where there are some.
     """
     import torch
 
@@ -100,12 +100,14 @@ def quarter_turns(p: Planes, head: int, generator: Any) -> torch.Tensor:
 def random(p: Planes, head: int, generator: Any) -> torch.Tensor:
     """J without symmetry: Haar-random among the free coordinates; each rotary plane is turned by an odd eighth.
 
-    The control: W_K has the singular values that it has in the other arms. What commutes with a rotation is a turn of
-    each plane by some angle a; it is symmetric by cos(a)^2 and skew by sin(a)^2, so an angle drawn at random has a
-    symmetry of its own, cos(2 a). At 45, 135, 225 and 315 degrees the two are equal in every plane, and which of the
-    four is drawn: W has no symmetry, whatever the weight of a plane. The signs of sin(2 a) are balanced, so that no
-    distance n has much of it either. (A Haar matrix over all coordinates would not commute: the score would depend on
-    the distance otherwise than in the other arms.)
+    The control: W_K has the singular values that it has in the other arms, and W too as far as the columns of W_Q are
+    orthonormal. Over Haar-random J the symmetry of W has mean 1/d_head and standard deviation sqrt(2)/d_head.
+
+    What commutes with a rotation is a turn of each plane by some angle a; it is symmetric by cos(a)^2 and skew by
+    sin(a)^2, so an angle drawn at random has a symmetry of its own, cos(2 a). At 45, 135, 225 and 315 degrees the two
+    are equal in every plane, and which of the four is drawn: W has no symmetry, whatever the weight of a plane. The
+    signs of sin(2 a) are balanced, so that no distance n has much of it either. A Haar matrix over all coordinates
+    would not commute: the score would depend on the distance otherwise than in the other arms.
     """
     import torch
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from qkform.sites import Share, Site
 from qkform.sites.parameters import clean
+from qkform.surgery.collapsed import STOCK, CircuitAttention
 from qkform.surgery.split import parts
 
 Circuit = Literal["qk", "ov", "self_score", "rest"]
@@ -27,12 +28,10 @@ _OUTPUTS = re.compile(
     r"output_proj(?:ection)?|out_projection|output|output\.dense|attention_output|linear_o|proj_out)(?:\.linear)?",
     re.IGNORECASE,
 )
-_ELSE = re.compile(
-    r"pos|rel|query|key|gate|norm", re.IGNORECASE
-)  # terms of the score, and what is no projection
-_BESIDE = re.compile(
-    r"output\.dense|out_proj|o_proj|dense", re.IGNORECASE
-)  # where Q and K have a module of their own
+# Other terms of the score, and what is no projection.
+_ELSE = re.compile(r"pos|rel|query|key|gate|norm", re.IGNORECASE)
+# Beside the module of Q and K, where they have one of their own (BERT's attention.self and attention.output).
+_BESIDE = re.compile(r"output\.dense|out_proj|o_proj|dense", re.IGNORECASE)
 
 
 def circuits(root: Any, sites: Sequence[Site]) -> dict[int, Circuit]:
@@ -55,6 +54,8 @@ def circuits(root: Any, sites: Sequence[Site]) -> dict[int, Circuit]:
             found.setdefault(key, circuit)
         return path in below
 
+    for path, circuit in _of_collapsed(root):
+        put(path, circuit)
     for share in (share for site in sites for share in site.parameters()):
         halves = parts(share.at.owner, share.at.attribute)
         if halves is None:
@@ -65,7 +66,8 @@ def circuits(root: Any, sites: Sequence[Site]) -> dict[int, Circuit]:
     for site in sites:
         for share in site.parameters():
             path = share.name.rpartition(".")[0]
-            if path != site.path:  # a projection of its own, with what an adapter adds to it
+            if not f"{site.path}.".startswith(f"{path}." if path else ""):
+                # a projection of its own, with what an adapter adds to it
                 put(path, "qk")
     for site in sites:
         for name in (*values(site), *value_biases(site)):
@@ -73,6 +75,24 @@ def circuits(root: Any, sites: Sequence[Site]) -> dict[int, Circuit]:
         for name in outputs(site, found):
             put(name, "ov")
     return found
+
+
+def has_collapsed(root: Any) -> bool:
+    """Whether the model has an attention whose circuits are free matrices."""
+    return any(isinstance(m, CircuitAttention) or getattr(m, STOCK, None) for m in root.modules())
+
+
+def _of_collapsed(root: Any) -> Iterator[tuple[str, Circuit]]:
+    """Paths of the parameters of attentions that are, or were, collapsed."""
+    for path, module in root.named_modules():
+        dot = f"{clean(path)}." if path else ""
+        if isinstance(module, CircuitAttention):
+            for name, _ in module.named_parameters(recurse=False):
+                yield f"{dot}{name}", "ov" if name in ("W_OV", "W_V", "W_O", "b_O") else "qk"
+        elif getattr(module, STOCK, None):
+            places = getattr(module, STOCK)["places"]
+            yield places.get("q") or places["fused"], "qk"
+            yield places["o"], "ov"
 
 
 def fused(site: Site) -> Iterator[tuple[Share, NDArray[np.bool_]]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qkform import sites
-from qkform.errors import SurgeryError
+from qkform.errors import ConfigError, LayoutError, SurgeryError
 from qkform.sites import Site
 from qkform.surgery import record
 from qkform.surgery.self_score import SelfScore
@@ -101,21 +101,25 @@ def restore(model: Any, change: Mapping[str, Any]) -> None:
 
 def self_sites(model: Any) -> list[Site]:
     """The self-attentions of a model. SurgeryError where there are none."""
-    found = sites.find(model)
+    name = type(model).__name__
+    remedy = "give a transformers model, or a module that holds nn.MultiheadAttention"
+    try:
+        found = sites.find(model)
+    except (ConfigError, LayoutError) as error:
+        reason = str(error).partition(";")[0]
+        raise SurgeryError(f"no attention was found in {name}: {reason}; {remedy}") from error
     own = [site for site in found if site.layer.attention == "self"]
     if own:
         return own
-    name = type(model).__name__
     if len(found):
         raise SurgeryError(
             f"{name} has cross-attention only ({found[0].path}), where a token has no score with itself; "
             "give the model that holds its self-attention"
         )
-    seen = "".join(f"; {each['module']}: {each['reason']}" for each in found.skipped[:3])
-    raise SurgeryError(
-        f"no attention was found in {name}{seen}; "
-        "give a transformers model, or a module that holds nn.MultiheadAttention"
-    )
+    seen = {f"{each['module']}: {each['reason']}" for each in found.skipped}
+    if seen:
+        raise SurgeryError(f"no attention of {name} can be changed: {min(seen)}; {remedy}")
+    raise SurgeryError(f"no attention was found in {name}; {remedy}")
 
 
 def kind_of(site: Site) -> Any:

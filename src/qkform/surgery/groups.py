@@ -12,7 +12,7 @@ from torch import nn
 from qkform.errors import QKFormError, SurgeryError
 from qkform.sites import Sites, find, open_live
 from qkform.sites.parameters import clean, unwrapped
-from qkform.surgery.circuits import CIRCUITS, Circuit, circuits, fused
+from qkform.surgery.circuits import CIRCUITS, Circuit, circuits, fused, has_collapsed
 from qkform.surgery.split import parts, split_
 
 # What transformers' Trainer does not decay: biases and norms (Trainer.get_decay_parameter_names), and the biases
@@ -40,7 +40,8 @@ def param_groups(
     * qk: weights and biases of queries and keys, cross-attention included
     * ov: those of values and of the output projection
     * self_score: v of a decoupled self score
-    * rest: embeddings, norms (on queries and keys too), feed-forward layers, heads
+    * rest: embeddings, norms (on queries and keys too), feed-forward layers, heads; and a value or output projection
+      that neither its name nor its shape shows, which learns at the same rate there (`describe_groups` lists all)
 
     Biases and norms do not decay, embeddings do, as transformers' Trainer has it. The self score's v does: like W_Q
     and W_K it is the weight of a score, and no offset.
@@ -73,7 +74,7 @@ def param_groups(
                 "requires_grad to False: they are in no group"
             )
     root = unwrapped(model)
-    sites = _sites(model)
+    sites = _sites(model, needed=not has_collapsed(root))
     if qk_lr_ratio != 1.0:
         _apart(model, root, sites)
     where = circuits(root, sites)
@@ -114,12 +115,15 @@ def describe_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> li
     ]
 
 
-def _sites(model: nn.Module) -> Sites:
+def _sites(model: nn.Module, needed: bool) -> Sites:
+    """The attentions of the model; none where none is understood and none is needed."""
     try:
         found = find(model)
     except QKFormError as error:
+        if not needed:
+            return Sites(())
         raise SurgeryError(f"the attentions of the model are not understood: {error}") from error
-    if not found:
+    if not found and needed:
         reasons = "; ".join(f"{s['module']}: {s['reason']}" for s in found.skipped[:3])
         raise SurgeryError(
             f"no attention whose Q and K are parameters in a {type(model).__name__}{reasons and f' ({reasons})'}; "
@@ -175,9 +179,10 @@ def _refuse_products(model: nn.Module, sites: Sites) -> None:
     layers: Sequence[Any] = open_live(model).find().layers
     lost = [layer.module for layer in layers if layer.module not in known]
     if lost:
+        more = f" and {len(lost) - 1} more" if lost[1:] else ""
         raise SurgeryError(
-            f"{lost[0]} and {len(lost) - 1} more: {reasons.get(lost[0], 'no parameter holds Q and K')}; they cannot "
-            "have a learning rate of their own here: leave qk_lr_ratio at 1 and name the parameters by hand"
+            f"{lost[0]}{more}: {reasons.get(lost[0], 'no parameter holds Q and K')}; they cannot have a learning "
+            "rate of their own here: leave qk_lr_ratio at 1 and name the parameters by hand"
         )
 
 

@@ -176,6 +176,8 @@ def _problem(site: Site) -> str | None:
     at = site.shares["w_q"].at
     if at.index is not None or at.owner is module or not isinstance(at.owner, nn.Module):
         return f"the queries of a {kind} come from no projection module of their own; change another part of the model"
+    if not any(at.owner is part for part in module.modules()):
+        return f"its queries are taken for those of {at.name!r}, outside of it; give the whole model, not a part of it"
     return None
 
 

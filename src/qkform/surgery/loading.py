@@ -12,6 +12,7 @@ from qkform.surgery import record
 
 # change -> the module whose `restore(model, change)` rebuilds its structure; None: it changed values, which are saved
 _HOME: dict[str, str | None] = {
+    "collapse": "qkform.surgery.factorize",
     "decouple": "qkform.surgery.decouple",
     "set_attention": "qkform.surgery.set_attention",
     "symmetrize": None,
@@ -48,9 +49,8 @@ class _Restored:
     """One loading: the class that restores while transformers builds the model, and what came of it."""
 
     def __init__(self) -> None:
-        self.added: list[
-            set[str]
-        ] = []  # per model that was built: names of the parameters that restoring gave it
+        # Names of the parameters that restoring gave, per model that was built: the last one is the outermost.
+        self.added: list[set[str]] = []
         self.classes: dict[type, type] = {}  # class of a model -> the one that restores
 
     def kind(self, model_class: Any) -> Any:
@@ -84,16 +84,12 @@ class _Restored:
 
     def finish(self, model: Any, report: Mapping[str, Any], ignore_mismatched_sizes: bool) -> None:
         """Give the model its own class; CheckpointError where its files do not hold what they should."""
-        own = type(model).__mro__[1]
-        if self.classes.get(own) is not type(model):
-            if record.changes(model):
-                raise SurgeryError(
-                    f"the model's class, {type(model).__name__}, is custom code that an Auto class fetched, and was "
-                    "loaded without its surgery; pass the class itself"
-                )
-            return
-        model.__class__ = own
-        added = self.added[-1]
+        if not self._was_restored(model) and record.changes(model):
+            raise SurgeryError(
+                f"the model's class, {type(model).__name__}, is custom code that an Auto class fetched, and was "
+                "loaded without its surgery; pass the class itself"
+            )
+        added = self.added[-1] if self.added else set()
         lacking = sorted(added & set(report["missing_keys"]))
         if lacking:
             raise CheckpointError(
@@ -117,6 +113,14 @@ class _Restored:
                 f"the files have {_some(strange)}, and config.qkform records no attention that would use it; put the "
                 "record back into config.json, or load without it: model_class.from_pretrained"
             )
+
+    def _was_restored(self, model: Any) -> bool:
+        """Whether the model was built by a restoring class; it has its own class from now on."""
+        own = type(model).__mro__[1]
+        if self.classes.get(own) is not type(model):
+            return False
+        model.__class__ = own
+        return True
 
 
 class _Mapping:

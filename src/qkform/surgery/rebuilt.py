@@ -7,7 +7,8 @@
 `script_scale`  the same numbers for keys, values and biases, and query weights of their own.
 `mimetic`       arXiv 2305.09828, its part for queries and keys: W_Q W_K^T is the rank d_head approximation of
                 alpha Z + beta I, Z Gaussian of variance 1/d_model, alpha = beta = 0.7, the singular values shared
-                evenly between the factors. Values and the output projection stay as they are.
+                evenly between the factors. Values and the output projection stay as they are. The paper divides
+                scores by sqrt(d_head); a model that does not (T5) starts with larger ones.
 
 Query heads that share a key head: in `script` each of them is the key head; in `mimetic` the key head is taken from
 the mean of their matrices, and each query head is the best fit to its own matrix with that key head.
@@ -68,7 +69,7 @@ def script_scale(site: Site, generator: Any) -> dict[str, torch.Tensor]:
 
 
 def mimetic(site: Site, generator: Any) -> dict[str, torch.Tensor]:
-    """w_q and w_k. One singular value decomposition, d_model x d_model, for every key head."""
+    """w_q and w_k. One eigenvalue decomposition, d_model x d_model, for every key head."""
     import torch
 
     layer = site.layer
@@ -77,8 +78,11 @@ def mimetic(site: Site, generator: Any) -> dict[str, torch.Tensor]:
     for _ in range(layer.n_kv_heads):
         z = torch.randn(group, d, d, generator=generator, dtype=torch.float64) * d**-0.5
         targets = ALPHA * z + BETA * torch.eye(d, dtype=torch.float64)  # (group, d, d)
-        _, s, vh = torch.linalg.svd(targets.mean(0))
-        v, root = vh[:rank].T, s[:rank] ** 0.5
+        mean = targets.mean(0)
+        squares, vectors = torch.linalg.eigh(
+            mean.T @ mean
+        )  # of the singular values, ascending; faster than svd
+        v, root = vectors[:, -rank:].flip(1), squares[-rank:].flip(0) ** 0.25
         keys.append(v * root)
         queries += list(targets @ v / root)  # U sqrt(S) where the key head is read by one query head
     return {"w_q": torch.stack(queries), "w_k": torch.stack(keys)}

@@ -40,7 +40,7 @@ class SelfScore(nn.Module):  # type: ignore[misc]
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         with torch.autocast(x.device.type, enabled=False):
             squares = self.squares(x.to(wide))
-            return (squares @ self.v.to(wide).mT).mT  # (B, N, d) (d, H) -> (B, H, N)
+            return (squares @ self.v.to(wide).mT).mT.contiguous()  # (B, N, d) (d, H) -> (B, H, N)
 
     def squares(self, x: Tensor) -> Tensor:
         """x^2, of x / rms(x) where the module normalises: what `v` is multiplied with."""

@@ -9,7 +9,8 @@ under its own name. `unsplit_` folds back.
 
 This is not torch.nn.utils.parametrize: that writes `parametrizations.weight.original0` into files, from which
 `from_pretrained` initialises the weight anew, and its modules cannot be pickled. The place of the parts is the same,
-`module.parametrizations`, so that `torch.nn.utils.parametrize.is_parametrized` and `qkform.sites` see them.
+`module.parametrizations`, so that `torch.nn.utils.parametrize.is_parametrized` and `qkform.sites` see them. As there,
+`weight` is made anew each time it is asked for: what writes into it in place writes into a copy, and is lost.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from qkform.sites.parameters import is_module, unwrapped
 from qkform.surgery import record
 from qkform.surgery.arms import ARMS
 from qkform.surgery.rebuilt import REBUILT
-from qkform.surgery.start import Plan, Start, planned
+from qkform.surgery.symmetric_start import Plan, Start, planned
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _chosen(model: Any) -> tuple[list[Site], tuple[Mapping[str, str], ...]]:
         else:
             left.append({"module": site.path, "reason": reason})
     if not chosen:
-        reasons = "; ".join(f"{entry['module']}: {entry['reason']}" for entry in left[:3])
+        reasons = "; ".join(f"{entry['module'] or 'the model'}: {entry['reason']}" for entry in left[:3])
         raise SurgeryError(f"no self-attention to symmetrize was found ({reasons})")
     return chosen, tuple(left)
 

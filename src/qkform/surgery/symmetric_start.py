@@ -34,7 +34,8 @@ class Start:
     c                 W_K = c W_Q J, one number per key head; () for arms of another kind
     reason            why single heads do not keep the promise; None where they do
     flags             what of the score is not in W and breaks the promise there: "bias" (b_Q or b_K are not zero),
-                      "qk_norm" (norms on queries and keys whose gains, or whose kind, are not as J is)
+                      "qk_norm" (norms on queries and keys whose gains, or whose kind, are not as J is; where they
+                      are, the score keeps the promise up to the norm's epsilon)
     """
 
     path: str
@@ -184,8 +185,9 @@ def planned(site: Site, arm: str, seed: int, number: int, rotary: Rotary | Liter
         site.refuse("w_q", "w_k")
         form = site.form()
     except QKFormError as error:
+        reason = str(error).removeprefix(f"{site.path}: ")
         raise SurgeryError(
-            f"{site.path}: {error}; symmetrize the model before it is changed further"
+            f"{site.path}: {reason}; symmetrize the model before it is changed further"
         ) from None
     query, key = site.shares["w_q"], site.shares["w_k"]
     tied = query.parameter is key.parameter and (
@@ -235,18 +237,20 @@ def _planes(site: Site, rotary: Rotary | Literal["auto"] | None) -> Planes:
     import torch
 
     layer = site.layer
-    if rotary != "auto":
-        return planes(layer.d_head, rotary)
-    if isinstance(site.module, torch.nn.MultiheadAttention):
-        return planes(layer.d_head, None)
+    if not (rotary is None or rotary == "auto" or isinstance(rotary, Rotary)):
+        raise SurgeryError(f"rotary is {rotary!r:.60}; expected 'auto', None or a qkform.form.rotary.Rotary")
     try:
-        if layer.positions is None:
-            raise SurgeryError("how its model knows positions is not described")
+        if rotary != "auto":
+            return planes(layer.d_head, rotary)
+        if isinstance(site.module, torch.nn.MultiheadAttention):
+            return planes(layer.d_head, None)
+        if layer.positions is None or layer.positions.kind is None:
+            kind = "its model" if layer.positions is None else repr(layer.positions.kinds[0])
+            raise SurgeryError(f"how {kind} knows positions is not described")
         return planes(layer.d_head, layer.positions.rotary(layer.d_head, 1, layer.part))
     except QKFormError as error:
-        reason = str(error).removeprefix("--offset: ")
         raise SurgeryError(
-            f"{site.path}: {reason}. J has to commute with a rotation, where there is one: give rotary=None (no "
+            f"{site.path}: {error}. J has to commute with a rotation, where there is one: give rotary=None (no "
             "rotation), rotary=qkform.form.rotary.Rotary(...), or arm='matched', which fits any"
         ) from None
 
@@ -267,7 +271,9 @@ def _norms_agree(site: Site, arm: str) -> bool:
     mean, which only J = 1 does; a norm over all heads at once, or over keys of a group, divides by other sizes.
     """
     layer, norms = site.layer, site.layer.qk_norms
-    if norms is None or norms.kind is None or norms.biases or layer.n_heads > layer.n_kv_heads:
+    if norms is None or norms.kind is None or any(np.any(site.live.read(name)) for name in norms.biases):
+        return False
+    if layer.n_heads > layer.n_kv_heads and arm != "script":
         return False
     if len(norms.q) != 1 or len(norms.k) != 1:
         return False
