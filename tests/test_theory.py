@@ -315,3 +315,20 @@ def test_the_command_writes_page_and_rows(tmp_path, capsys, monkeypatch):
         f"{name}.{form}" for name in names for form in ("png", "svg")
     )
     assert "The straight line of training" in Path("plots/flow-phase-plane.svg").read_text()
+
+
+def test_the_page_about_it_has_the_sharpness_that_the_closed_form_gives():
+    """The table of docs/theory.md, to its four digits."""
+    page = (Path(__file__).parent.parent / "docs" / "theory.md").read_text()
+    circuits = {
+        "both collapsed": ("collapsed", "collapsed"),
+        "output factorized": ("collapsed", "factorized"),
+        "attention factorized": ("factorized", "collapsed"),
+        "both factorized": ("factorized", "factorized"),
+    }
+    for name, (attention, output) in circuits.items():
+        line = next(line for line in page.splitlines() if line.startswith(f"| {name} |"))
+        said = [float(cell) for cell in line.split("|")[2:7]]
+        flow = Flow(attention=attention, output=output)
+        found = [flow.closed_form(ratio, 0.1).sharpness for ratio in (1 / 16, 1 / 4, 1, 4, 16)]
+        assert said == pytest.approx(found, abs=5e-5)

@@ -122,8 +122,9 @@ class Flow:
         """Whether the closed forms are exact.
 
         They are not for factorized attention with class-specific queries and finitely many common tokens, whose ray
-        has unequal singular values: there FAFO sharpness at loss 0.1 (6 classes) is .0835 .0839 .1084 .3190 .8972
-        for ratios 1/16 to 16, against .0835 .0840 .1162 .3582 .9385 simulated (empirical).
+        has unequal singular values: there sharpness at loss 0.1 (both factorized, 6 classes, 12 common tokens, 11
+        distractors, one query each) is .0845 .0874 .1407 .4123 .9412 for ratios 1/16 to 16, against .0845 .0879 .1502
+        .4526 .9599 simulated (empirical).
         """
         return self.attention == "collapsed" or self.task.flat
 
@@ -314,7 +315,7 @@ class Flow:
         """Where sign descent ends: on the line gap = scale · ratio · gain, whatever the task's k (exact).
 
         For collapsed circuits from 0 with one-hot embeddings and full batches. Adam follows it roughly (empirical, of
-        the default task at cross-entropy 0.1: gap / (scale · ratio · gain) is 1.16, 1.23, 1.28, 1.13, 0.63 for ratios
+        the default task at cross-entropy 0.1: gap / (scale · ratio · gain) is 1.17, 1.23, 1.28, 1.13, 0.63 for ratios
         1/16 to 16, learning rate 1e-3); sharpness rises with the ratio under both.
         """
         from qkform.dynamics.one_layer.descent import sign_descent
