@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.integrate import solve_ivp
 
 from qkform.dynamics.one_layer import Flow, Task
 from qkform.dynamics.one_layer.matrices import Matrices
@@ -72,6 +73,31 @@ def test_published_rows_of_the_reduced_flow(ratio, gain, gap, sharpness):
     )
     end = flow.closed_form(ratio, 1e-4)
     assert f"{end.gain:.3f} {end.gap:.3f} {end.sharpness:.3f}" == f"{gain:.3f} {gap:.3f} {sharpness:.3f}"
+
+
+def test_the_printed_equations_run_to_the_same_end():
+    """The reduced flow as that README prints it, integrated: gap, gain and time when the loss is reached."""
+    classes, b, m, n, ratio = 20, 50, 5, 50, 0.1
+
+    def printed(_, state):
+        gap, gain = state
+        sharp = m * math.exp(gap) / (m * math.exp(gap) + n)
+        below = math.exp(sharp * gain) + classes - 1
+        return [
+            ratio * (classes - 1) * sharp * (1 - sharp) * gain / (classes * b**2 * below),
+            sharp / (b * below),
+        ]
+
+    def above(_, state):
+        sharp = m * math.exp(state[0]) / (m * math.exp(state[0]) + n)
+        return math.log1p((classes - 1) * math.exp(-sharp * state[1])) - 1e-4
+
+    above.terminal = True
+    run = solve_ivp(printed, (0, 1e12), [0, 0], method="DOP853", rtol=1e-11, atol=1e-12, events=above)
+    flow = Flow(classes, b, math.inf, m, n, queries_per_class=b, scale=1.0)
+    end, course = flow.closed_form(ratio, 1e-4), flow.time_course(ratio, 1e-4)
+    assert run.y[:, -1] == pytest.approx([end.gap, end.gain], rel=1e-8)
+    assert run.t[-1] == pytest.approx(course.time[-1], rel=1e-8)
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.1, 10.0])
@@ -459,6 +485,7 @@ def test_small_steps_of_gradient_descent_are_the_flow():
     ("ask", "words"),
     [
         (lambda: Flow(classes=1), "classes is 1; it is 2 or more"),
+        (lambda: Flow(classes="8"), "classes is '8'; it is a whole number"),
         (lambda: Flow(per_class=2.5), "per_class is 2.5; it is a whole number"),
         (lambda: Flow(distractors=0), "distractors is 0; it is 1 or more"),
         (lambda: Flow(relevant=True), "relevant is True"),
@@ -487,6 +514,8 @@ def test_small_steps_of_gradient_descent_are_the_flow():
         (lambda: Flow(common=math.inf, scale=1.0).simulate(1.0, 0.1), "closed forms alone"),
         (lambda: Flow(40, 20, 400).simulate(1.0, 0.1), "320,000 over 1,200 tokens"),
         (lambda: Flow().simulate(1.0, 0.1, factor_ratio=0.0), "factor_ratio is 0.0"),
+        (lambda: Flow().simulate(1.0, 0.1, noise=0.0), "noise is 0.0"),
+        (lambda: Flow().simulate(1.0, 0.1, rtol=0.0), "rtol is 0.0"),
         (lambda: Flow().gap_at(-1.0, 1.0), "gain -1.0 is below"),
         (lambda: Flow().gain_at(1.0, 0.0), "not on the way"),
         (lambda: Flow().time_course(1.0, 0.1, 1), "points is 1"),

@@ -212,12 +212,6 @@ def test_a_table_needs_a_ratio():
         small().table([], 0.1)
 
 
-def test_progress_is_told_before_each_ratio():
-    told: list[tuple[int, int]] = []
-    small().table([1.0, 2.0], 0.1, simulated=False, progress=lambda *at: told.append(at))
-    assert told == [(0, 2), (1, 2)]
-
-
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 

@@ -293,21 +293,11 @@ class Flow:
 
         return frozen(self, times)
 
-    def table(
-        self,
-        ratios: Sequence[float],
-        loss: float,
-        *,
-        simulated: bool = True,
-        progress: Callable[[int, int], Any] | None = None,
-    ) -> FlowTable:
-        """End points over ratios as a record (`qkform.flows`), simulated ones beside them unless told not to.
-
-        `progress` is called with (done, of) before each ratio.
-        """
+    def table(self, ratios: Sequence[float], loss: float, *, simulated: bool = True) -> FlowTable:
+        """End points over ratios as a record (`qkform.flows`), simulated ones beside them unless told not to."""
         from qkform.dynamics.one_layer.tables import table
 
-        return table(self, ratios, loss, simulated=simulated, progress=progress)
+        return table(self, ratios, loss, simulated=simulated)
 
     # ---- optimizers that work entry by entry -------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from qkform.dynamics.one_layer.flow import Flow
 
 _POINTS = 60  # of a run that are measured
-_LONGEST = 400_000  # evaluations of the gradient
+_LONGEST = 100_000  # evaluations of the gradient
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,10 @@ def simulate(
     slope = flow.slope(ratio)
     if not 0 < factor_ratio < math.inf:
         raise DynamicsError(f"factor_ratio is {factor_ratio}; it is a learning rate over another, above 0")
+    if noise is not None and not 0 < noise < math.inf:
+        raise DynamicsError(f"noise is {noise}; it is a standard deviation, above 0")
+    if not 1e-13 <= rtol <= 1e-2:
+        raise DynamicsError(f"rtol is {rtol}; it is from 1e-13 to 0.01")
     flow.goal.margin_at(loss, flow.classes)
     model = Matrices(flow.task, flow.objective, seed=seed)
     rng = np.random.default_rng([seed, 1])

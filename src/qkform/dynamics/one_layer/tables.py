@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,22 +20,13 @@ _ON_A_LINE = 40  # points of a run in closed form
 _MARKS = 14  # points of a simulated run
 
 
-def table(
-    flow: Flow,
-    ratios: Sequence[float],
-    loss: float,
-    *,
-    simulated: bool,
-    progress: Callable[[int, int], Any] | None,
-) -> FlowTable:
+def table(flow: Flow, ratios: Sequence[float], loss: float, *, simulated: bool) -> FlowTable:
     """See `Flow.table`."""
     if not ratios:
         raise DynamicsError("there is no ratio; name one or more, for example 1/4, 1, 4")
     rows: list[dict[str, Any]] = []
     points: list[dict[str, Any]] = []
-    for done, ratio in enumerate(ratios):
-        if progress is not None:
-            progress(done, len(ratios))
+    for ratio in ratios:
         end = flow.closed_form(ratio, loss)
         run = flow.simulate(ratio, loss) if simulated else None
         rows.append(
