@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from qkform.cli import main
 from qkform.dynamics.one_layer import Flow
@@ -17,6 +18,7 @@ from qkform.errors import DynamicsError, RecordError
 from qkform.flows import MEASURES, FlowTable, ratio_name
 from qkform.report import flowcharts, page_html, write_page
 from qkform.report.flowsection import FlowSection
+from qkform.report.screens import renderables
 from qkform.targets import written_by_us
 from tests import test_report as pages
 
@@ -129,13 +131,30 @@ def test_the_screen_has_a_line_per_ratio(capsys, monkeypatch):
     assert "8 classes of 2 tokens" in out
 
 
+@pytest.mark.parametrize("width", [50, 66, 76, 94, 120])
+@pytest.mark.parametrize("unicode", [True, False])
+def test_the_screen_fits_its_width(table, width, unicode):
+    out = io.StringIO()
+    console = Console(file=out, width=width, highlight=False, emoji=False, markup=False)
+    for item in renderables(table, width=width, unicode=unicode):
+        console.print(item)
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    assert unicode or text.isascii()
+    assert ("█" in text or "#" in text) == (width >= 104)
+    assert text.count("(") == 3 * (
+        (width >= 60) + (width >= 72) + 2 * (width >= 92)
+    )  # measured beside closed forms
+
+
 def test_ratios_are_named_as_they_are_written():
     assert [ratio_name(r) for r in (1 / 16, 0.25, 4.0, 0.3, 23.98734, 1 / 3, 0.0, 1e9)] == [
         "1/16",
         "1/4",
         "4",
         "0.3",
-        "23.99",
+        "23.9873",
         "1/3",
         "0",
         "1000000000",

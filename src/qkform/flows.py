@@ -91,7 +91,7 @@ def ratio_name(ratio: float) -> str:
     near = Fraction(ratio).limit_denominator(1024)
     if near and float(near) == ratio and 1 in (near.numerator, near.denominator):
         return str(near)
-    return f"{ratio:.4g}"
+    return f"{ratio:.6g}"
 
 
 def _numbers(row: Any, names: Sequence[str], others: Sequence[str] = ()) -> None:

@@ -14,7 +14,7 @@ _BAR = 16  # cells
 
 
 def flow_screen(table: FlowTable, *, width: int, unicode: bool) -> Iterator[Any]:
-    """What rich prints. From 76 columns on simulated gap and gain too, from 104 on a bar of the sharpness."""
+    """What rich prints: every measure as simulated too from 92 columns on, a bar of the sharpness from 104 on."""
     from rich.text import Text
 
     task = table.task
@@ -24,7 +24,7 @@ def flow_screen(table: FlowTable, *, width: int, unicode: bool) -> Iterator[Any]
     yield Text(
         "ratio: learning rate of W_QK over that of W_OV. sharpness: attention on the relevant tokens when the loss is "
         "reached. gap: of their score over a distractor's. gain: from attended tokens to the right logit."
-        + (" In brackets: measured on the full matrices." if _simulated(table) else ""),
+        + (" In brackets: measured on the full matrices." if _simulated(table) and width >= 60 else ""),
         style="dim",
     )
     yield Text("")
@@ -73,9 +73,9 @@ def _columns(table: FlowTable, width: int, unicode: bool) -> Iterator[Column]:
 
     told = _simulated(table)
     yield Column("ratio", "", lambda row: ratio_name(row["ratio"]) if is_number(row["ratio"]) else "–")
-    yield both("sharpness", told)
+    yield both("sharpness", told and width >= 60)
     if width >= 104:
         yield Column("", "", bar, justify="left")
-    yield both("entropy", told and width >= 64)
-    yield both("gap", told and width >= 88)
-    yield both("gain", told and width >= 88)
+    yield both("entropy", told and width >= 72)
+    yield both("gap", told and width >= 92)
+    yield both("gain", told and width >= 92)
