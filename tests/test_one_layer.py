@@ -208,7 +208,7 @@ def test_what_the_end_point_says_of_attention_is_what_its_row_gives():
 def test_the_integrals_are_those_of_the_speed(name, imbalance):
     """Their slopes, by differences; the inverses undo them."""
     if name != "FAFO":
-        imbalance = imbalance if isinstance(imbalance, float) else 0.0
+        imbalance = imbalance if isinstance(imbalance, float) and name != "CACO" else 0.0
     flow = flow_of(name, imbalance=imbalance)
     step = 1e-5
     for x in (0.02, 0.6, 4.0):
@@ -339,7 +339,7 @@ def test_which_parameterization_is_sharper_depends_on_the_start(size, known):
     start=st.floats(1e-6, 0.05),
 )
 def test_a_faster_query_key_circuit_is_sharper_at_the_same_loss(name, objective, ratio, times, loss, start):
-    flow = flow_of(name, objective=objective, start=start)
+    flow = flow_of(name, objective=objective, start=None if name == "CACO" else start)
     slow, fast = flow.closed_form(ratio, loss), flow.closed_form(ratio * times, loss)
     assert fast.sharpness > slow.sharpness
     assert fast.gap > slow.gap
@@ -428,7 +428,7 @@ def test_the_time_course_does_not_depend_on_its_points(name):
 @pytest.mark.parametrize("name", CIRCUITS)
 def test_the_beginning_to_leading_order(name):
     """Output first; off by a few per cent where sharpness · gain is still small."""
-    flow = flow_of(name, start=1e-3)
+    flow = flow_of(name, start=None if name == "CACO" else 1e-3)
     course = flow.time_course(1.0, 1.9, 60)  # ln 8 = 2.079 is the start
     gap, gain = flow.early(1.0, course.time)
     small = course.sharpness * course.gain < 0.05
@@ -495,6 +495,8 @@ def test_small_steps_of_gradient_descent_are_the_flow():
         (lambda: Flow(scale=0.0), "scale is 0.0"),
         (lambda: Flow(attention="merged"), "attention is 'merged'; known: collapsed, factorized"),
         (lambda: Flow(objective="mse"), "objective is 'mse'; known: ce, squared"),
+        (lambda: Flow(start=0.1), "start is 0.1: one number is of factorized circuits"),
+        (lambda: Flow(imbalance=0.1), "imbalance is 0.1: one number is"),
         (lambda: Flow(start=(0.1,)), "a pair: attention, output"),
         (lambda: Flow(start=(-0.1, 0)), "start is -0.1 for the attention circuit"),
         (lambda: flow_of("FAFO", start=0.0), "never moves"),

@@ -65,6 +65,17 @@ class Flow:
             if value not in known:
                 raise DynamicsError(f"{name} is {value!r}; known: {', '.join(known)}")
         self.task  # noqa: B018  wrong sizes are said here
+        for name in ("start", "imbalance"):
+            value = getattr(self, name)
+            if (
+                isinstance(value, (int, float))
+                and value
+                and "factorized" not in (self.attention, self.output)
+            ):
+                raise DynamicsError(
+                    f"{name} is {value}: one number is of factorized circuits, and both are collapsed; leave it "
+                    "out, or name a pair: attention, output"
+                )
         for side, at, tilt in zip(("attention", "output"), self.first, self.tilts, strict=True):
             kind = getattr(self, side)
             if not 0 <= at < math.inf:
