@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from qkform.dynamics.one_layer.circuits import KINDS, Circuit, circuit
+from qkform.dynamics.one_layer.checks import SMALL, check
+from qkform.dynamics.one_layer.circuits import Circuit, circuit
 from qkform.dynamics.one_layer.needs import scipy
 from qkform.dynamics.one_layer.objectives import OBJECTIVES, Objective
 from qkform.dynamics.one_layer.points import Array, Course, EndPoint, Simulation, end_point
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from qkform.dynamics.one_layer.descent import Optimizer
     from qkform.flows import FlowTable
 
-SMALL = 0.01  # where factorized circuits start unless told: from 0 they never move
 _HIGHEST = 600.0  # of a gap: not far beyond, e^a is no number any more
 
 
@@ -60,35 +60,7 @@ class Flow:
     imbalance: float | tuple[float, float] = 0.0
 
     def __post_init__(self) -> None:
-        for name, known in (("attention", KINDS), ("output", KINDS), ("objective", OBJECTIVES)):
-            value = getattr(self, name)
-            if value not in known:
-                raise DynamicsError(f"{name} is {value!r}; known: {', '.join(known)}")
-        self.task  # noqa: B018  wrong sizes are said here
-        for name in ("start", "imbalance"):
-            value = getattr(self, name)
-            if (
-                isinstance(value, (int, float))
-                and value
-                and "factorized" not in (self.attention, self.output)
-            ):
-                raise DynamicsError(
-                    f"{name} is {value}: one number is of factorized circuits, and both are collapsed; leave it "
-                    "out, or name a pair: attention, output"
-                )
-        for side, at, tilt in zip(("attention", "output"), self.first, self.tilts, strict=True):
-            kind = getattr(self, side)
-            if not 0 <= at < math.inf:
-                raise DynamicsError(f"start is {at} for the {side} circuit; it is 0 or above")
-            if not math.isfinite(tilt) or (tilt and kind == "collapsed"):
-                raise DynamicsError(
-                    f"imbalance is {tilt} for the {kind} {side} circuit; factorized circuits have one, a finite number"
-                )
-            if kind == "factorized" and at == 0 and tilt == 0:
-                raise DynamicsError(
-                    f"the factorized {side} circuit starts at 0 and never moves: each factor's gradient is a product "
-                    f"with the other; start above 0, for example start={SMALL}"
-                )
+        check(self)
 
     # ---- the model -------------------------------------------------------------------------------------------------
 
