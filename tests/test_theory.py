@@ -22,7 +22,7 @@ from qkform.report.screens import renderables
 from qkform.targets import written_by_us
 from tests import test_report as pages
 
-browser = pages.browser  # the fixture
+cache, browser = pages.cache, pages.browser
 
 SMALL = ["--classes", "3", "--common", "5", "--distractors", "4"]
 PUBLISHED = (
@@ -257,8 +257,8 @@ def test_charts_follow_the_schema(table):
     assert flowcharts.colours(4) == ["#440154", "#3b528b", "#21918c", "#5ec962"]
 
 
-def test_page_has_the_numbers_and_says_how_far_apart_they_are(table):
-    html = page_html(table)
+def test_page_has_the_numbers_and_says_how_far_apart_they_are(table, cache):
+    html = page_html(table, cache_folder=cache)
     assert "attention factorized · output collapsed" in html
     for row in table.rows:
         assert f"<td>{row['gain']:.5g}</td>" in html
@@ -266,27 +266,30 @@ def test_page_has_the_numbers_and_says_how_far_apart_they_are(table):
     assert html.count('class="chart"') == 4
 
 
-def test_page_of_a_loaded_record_has_its_end_points(table, tmp_path):
-    html = page_html(FlowTable.load(table.save(tmp_path / "flow.json")))
+def test_page_of_a_loaded_record_has_its_end_points(table, tmp_path, cache):
+    html = page_html(FlowTable.load(table.save(tmp_path / "flow.json")), cache_folder=cache)
     assert html.count('class="chart"') == 2
     assert "end points alone" in html
 
 
-def test_pages_of_little(table):
-    assert "The record has no rows" in page_html(FlowTable({}, []))
+def test_pages_of_little(table, cache):
+    assert "The record has no rows" in page_html(FlowTable({}, []), cache_folder=cache)
     frozen = small().table([0.0], 0.1, simulated=False)
-    assert page_html(frozen).count('class="chart"') == 2
+    assert page_html(frozen, cache_folder=cache).count('class="chart"') == 2
     one = small().table([2.0], 0.1, simulated=False)
-    assert page_html(one).count('class="chart"') == 4
+    assert page_html(one, cache_folder=cache).count('class="chart"') == 4
     assert "approximate here" in page_html(
-        small(attention="factorized", queries_per_class=1).table([1.0], 0.1, simulated=False)
+        small(attention="factorized", queries_per_class=1).table([1.0], 0.1, simulated=False),
+        cache_folder=cache,
     )
 
 
-def test_hostile_tasks_stay_text(table):
+def test_hostile_tasks_stay_text(table, cache):
     bad = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
     rows = [{**table.rows[0], "gain": math.inf, "ratio": math.nan}]
-    html = page_html(FlowTable({"attention": bad, bad: bad, "objective": bad, "classes": bad}, rows))
+    html = page_html(
+        FlowTable({"attention": bad, bad: bad, "objective": bad, "classes": bad}, rows), cache_folder=cache
+    )
     assert "<script>alert" not in html
     assert "<img src=x" not in html
 
@@ -296,9 +299,10 @@ def test_page_draws_every_chart_and_asks_for_nothing(
     browser: Any,
     table: FlowTable,
     tmp_path: Path,
+    cache: Path,
     width: int,
 ) -> None:
-    path = write_page(table, tmp_path / "flow.html")
+    path = write_page(table, tmp_path / "flow.html", cache_folder=cache)
     with pages.opened(browser, path, width) as page:
         assert pages.drawn_charts(page) == 4
         assert page.evaluate("document.documentElement.scrollWidth") <= width
