@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scipy.integrate import solve_ivp
 
 from qkform.dynamics.one_layer import Flow, Task
+from qkform.dynamics.one_layer.descent import STEPS
 from qkform.dynamics.one_layer.matrices import Matrices
 from qkform.errors import DynamicsError, MissingExtra
 
@@ -469,6 +470,19 @@ def test_adam_is_sharper_with_a_faster_query_key_circuit_too():
     found = [Flow().descend(ratio, 0.1, "adam", lr=1e-2).sharpness for ratio in (1 / 4, 1, 4)]
     assert found == sorted(found)
     assert found[1] == pytest.approx(0.40, abs=0.03)
+
+
+def test_the_steps_of_adam_are_those_of_torch():
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    weight = torch.zeros(3, 4, dtype=torch.float64, requires_grad=True)
+    optimizer, step, ours = torch.optim.Adam([weight], lr=1.0), STEPS["adam"](), np.zeros((3, 4))
+    for size in (1e-3, 1.0, 1e-9, 0.2):
+        gradient = size * rng.normal(size=(3, 4))
+        weight.grad = torch.from_numpy(gradient.copy())
+        optimizer.step()
+        ours -= step(gradient)
+        np.testing.assert_allclose(ours, weight.detach().numpy(), rtol=1e-12)
 
 
 def test_small_steps_of_gradient_descent_are_the_flow():

@@ -50,13 +50,13 @@ def descend(flow: Flow, ratio: float, loss: float, optimizer: Optimizer, lr: flo
     _check(flow)
     flow.slope(ratio)
     flow.goal.margin_at(loss, flow.classes)
-    if optimizer not in _STEPS:
-        raise DynamicsError(f"optimizer is {optimizer!r}; known: {', '.join(_STEPS)}")
+    if optimizer not in STEPS:
+        raise DynamicsError(f"optimizer is {optimizer!r}; known: {', '.join(STEPS)}")
     if not 0 < lr < math.inf:
         raise DynamicsError(f"lr is {lr}; it is above 0")
     model = Matrices(flow.task, flow.objective, one_hot=True)
     w_qk, w_ov = np.zeros((model.d, model.d)), np.zeros((model.d, model.d))
-    of_qk, of_ov = _STEPS[optimizer](), _STEPS[optimizer]()
+    of_qk, of_ov = STEPS[optimizer](), STEPS[optimizer]()
     places = [(0.0, 0.0, 0.0)]
     for step in range(_LONGEST):
         now, g_qk, g_ov = model.gradients(w_qk, w_ov)
@@ -112,7 +112,7 @@ def _adam(first: float = 0.9, second: float = 0.999, epsilon: float = 1e-8) -> C
     return step
 
 
-_STEPS: dict[str, Callable[[], Callable[[Array], Array]]] = {
+STEPS: dict[str, Callable[[], Callable[[Array], Array]]] = {
     "sgd": lambda: lambda gradient: gradient,
     "sign": _sign,
     "adam": _adam,
