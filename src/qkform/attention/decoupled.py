@@ -11,7 +11,7 @@ from torch import Tensor
 from qkform.attention import reference
 from qkform.attention.checks import check
 from qkform.attention.fused import KERNELS
-from qkform.attention.operator import attend
+from qkform.attention.operator import Direct, attend, direct
 from qkform.attention.trial import disagreement
 from qkform.errors import AttentionError
 
@@ -73,8 +73,8 @@ def decoupled_attention(
         )
     place = query_start if isinstance(query_start, Tensor) else None
     start = key.shape[2] - query.shape[2] if query_start is None else 0 if place is not None else query_start
-    out, _ = attend(query, key, value, self_score, attn_mask, is_causal, scale, start, place)
-    return out
+    given = (query, key, value, self_score, attn_mask, is_causal, scale, start, place)
+    return Direct.apply(*given) if direct(*given[:5], place) else attend(*given)[0]
 
 
 def why_not_flash(
