@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from qkform.attention import decoupled_attention, fused, masks, parts, trial
+from qkform.attention import decoupled_attention, masks, parts
 from qkform.errors import AttentionError
 from tests.attention_cases import MASKS, SHAPES, B, arguments, distance, mask_of, with_gradients
 
@@ -653,86 +653,3 @@ def test_a_device_without_kernels_is_named() -> None:
     with pytest.raises(AttentionError, match=r"'meta'.*cpu"):
         decoupled_attention(*inputs, impl="flash")
     assert decoupled_attention(*inputs).shape == (B, 2, 5, 5)
-
-
-# ---- kernels that were never seen at work ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Takes the place of the CPU's kernels, as if they were a card's that were never run."""
-
-    def use(**changes: Any) -> None:
-        kernel = fused.KERNELS["cpu"]._replace(tried=False, **changes)
-        monkeypatch.setitem(fused.KERNELS, "cpu", kernel)
-
-    trial.looked_at.cache_clear()
-    yield use
-    trial.looked_at.cache_clear()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_untried_kernels_that_agree_with_the_reference_are_used(untried: Any, dtype: torch.dtype) -> None:
-    untried()
-    assert trial.disagreement("cpu", dtype, 16) is None
-    decoupled_attention(*arguments((2, 2, 5, 5), dtype=dtype), impl="flash")
-
-
-def test_untried_kernels_that_differ_are_not_used(untried: Any) -> None:
-    plain = fused.KERNELS["cpu"]
-
-    def wrong(*args: Any, **options: Any) -> Any:
-        gq, gk, gv = plain.backward(*args, **options)
-        return gq, gk * 1.01, gv
-
-    untried(backward=wrong)
-    inputs = arguments((2, 2, 5, 5))
-    with pytest.raises(AttentionError, match="differ from the reference by"):
-        decoupled_attention(*inputs, impl="flash")
-    auto, exact = (with_gradients(decoupled_attention, inputs, impl=i) for i in ("auto", "reference"))
-    assert distance(auto, exact) == 0
-
-    def failing(*args: Any, **options: Any) -> Any:
-        raise RuntimeError("no such kernel")
-
-    trial.looked_at.cache_clear()
-    untried(forward=failing)
-    with pytest.raises(AttentionError, match=r"fail on 37 queries .*no such kernel"):
-        decoupled_attention(*inputs, impl="flash")
-
-
-def test_the_trial_runs_while_compiling_and_inside_inference_mode(untried: Any) -> None:
-    untried()
-    torch._dynamo.reset()
-    inputs = arguments((2, 2, 5, 5))
-    compiled = torch.compile(decoupled_attention, backend="aot_eager", fullgraph=True)
-    assert distance([compiled(*inputs)], [decoupled_attention(*inputs, impl="flash")]) == 0
-    trial.looked_at.cache_clear()
-    with torch.inference_mode():
-        decoupled_attention(*inputs, impl="flash")
-
-
-def test_kernels_that_read_no_overlapping_rows_get_blocks(
-    untried: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = fused.KERNELS["cpu"]
-
-    def careful(*args: Any, mask: Tensor | None, **options: Any) -> Any:
-        assert mask is None or mask.shape[2] == 1 or mask.stride(2) >= mask.shape[3]
-        return plain.forward(*args, mask=mask, **options)
-
-    monkeypatch.setattr(parts, "REVERSE_FROM", 1)
-    monkeypatch.setattr(parts, "BLOCK", 3)
-    untried(any_strides=False, forward=careful)
-    flash, reference = both(arguments((2, 2, 7, 7)))
-    assert distance(flash, reference) < 1e-12
-
-
-CARD = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
-
-
-@CARD
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("d", [8, 64, 128, 256])
-def test_a_cards_kernels_agree_with_the_reference(dtype: torch.dtype, d: int) -> None:
-    assert trial.disagreement("cuda:0", dtype, d) is None

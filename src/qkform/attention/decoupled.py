@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import index
 from typing import Literal
 
 import torch
@@ -100,8 +101,10 @@ def why_not_flash(
         return "attn_mask requires a gradient"
     kernel, d = KERNELS[query.device.type], query.shape[-1]
     refusal = kernel.refuses(query)
-    if refusal is None and not kernel.tried:
-        refusal = disagreement(str(query.device), query.dtype, d)
+    if refusal is None:
+        refusal = disagreement(
+            str(query.device), query.dtype, index(d)
+        )  # a number, where the compiler has a symbol
     if refusal is not None:
         return refusal
     if torch._C._are_functorch_transforms_active():
