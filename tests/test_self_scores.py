@@ -72,6 +72,7 @@ def test_zero_and_nan_v_are_null_where_they_mean_nothing(write_model):
     assert rows[0, 1]["self_norm"] == 0.0
     assert rows[0, 1]["self_share"] == 0.0
     assert rows[0, 1]["self_sign"] is None
+    assert rows[0, 1]["reason"] == "v is zero: it has no sign"
     assert rows[1, 2]["self_norm"] is rows[1, 2]["self_share"] is None
     assert "v, the weights of the self score" in rows[1, 2]["reason"]
     assert rows[1, 0]["reason"] is None
@@ -81,6 +82,7 @@ def test_a_changed_form_has_no_share(write_model):
     row = qk.scan(write_model(decoupled(np.random.default_rng(0), 0)), bias=True).layers[0]
     assert row["self_norm"] > 0
     assert row["self_share"] is None
+    assert "no share" in row["reason"]
 
 
 def test_a_v_of_another_shape_is_told(write_model):

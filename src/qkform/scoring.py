@@ -140,6 +140,10 @@ def _undefined(row: Row, *, decoupled: bool) -> str | None:
         return "the biases hold NaN or infinity"
     if decoupled and row["self_norm"] is None:
         return "v, the weights of the self score, holds NaN or infinity"
+    if decoupled and row["self_norm"] == 0.0:
+        return "v is zero: it has no sign"
+    if decoupled and row["self_share"] is None:
+        return "v is of the form as stored: it has no share in a changed one"
     if row["positive_energy"] is None:
         return "W is skew: its symmetric part has no directions"
     if row["symmetry_z"] is None:
