@@ -269,6 +269,16 @@ def test_a_key_of_nothing_but_nan_is_seen() -> None:
         assert out[1].isfinite().all()
 
 
+@pytest.mark.parametrize("impl", ["flash", "reference"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["two-sided", "causal"])
+def test_nan_in_a_mask_is_seen(impl: Any, is_causal: bool) -> None:
+    mask = torch.zeros(6, 6, dtype=torch.float64)
+    mask[4, 2] = math.nan
+    out = decoupled_attention(*arguments((2, 2, 6, 6)), attn_mask=mask, is_causal=is_causal, impl=impl)
+    assert torch.equal(out.isnan().all(-1), (torch.arange(6) == 4).expand(B, 2, 6))
+    assert torch.equal(out.isnan().any(-1), out.isnan().all(-1))
+
+
 def test_the_masks_own_diagonal_is_added_to_the_self_score() -> None:
     q, k, v, own = arguments((2, 2, 5, 5))
     bias = torch.randn(5, 5, dtype=torch.float64)
@@ -635,6 +645,9 @@ def misfits() -> dict[str, tuple[tuple[Tensor, ...], dict[str, Any], str]]:
         "more queries": ((k, q[:, :2], q[:, :2], own[:, :2].repeat(1, 1, 2)[..., :7]), gqa, "7 queries for 5 keys"),
         "start": ((q, k, v, own), {**gqa, "query_start": 3}, "keys 3 to 7, of 7; 0 to 2 would fit"),
         "start tensor": ((q, k, v, own), {**gqa, "query_start": torch.tensor(3)}, "3: 5 queries .* of 7"),
+        "start fraction": ((q, k, v, own), {**gqa, "query_start": 0.5}, "query_start is 0.5; it is an int"),
+        "start word": ((q, k, v, own), {**gqa, "query_start": "a"}, "query_start is 'a'; it is an int"),
+        "no features": ((q[..., :0], k[..., :0], v, own), gqa, "of no features"),
         "start pair": ((q, k, v, own), {**gqa, "query_start": torch.tensor([1, 2])}, r"shape \(2,\)"),
         "dropout": ((q, k, v, own), {**gqa, "dropout_p": 1.5}, "1.5"),
         "impl": ((q, k, v, own), {**gqa, "impl": "fast"}, "'fast'; known: auto, reference, flash"),
@@ -644,8 +657,21 @@ def misfits() -> dict[str, tuple[tuple[Tensor, ...], dict[str, Any], str]]:
 @pytest.mark.parametrize("name", misfits())
 def test_arguments_that_do_not_fit_are_named(name: str) -> None:
     inputs, options, message = misfits()[name]
-    with pytest.raises(AttentionError, match=message):
-        decoupled_attention(*inputs, **options)
+    for impl in ("auto", "reference"):
+        with pytest.raises(AttentionError, match=message):
+            decoupled_attention(*inputs, **{"impl": impl, **options})
+
+
+def test_a_start_beside_the_keys_is_found_where_its_value_can_be_read() -> None:
+    """Not in a transform and not while compiling: there a tensor has no value yet."""
+    inputs = arguments((2, 2, 5, 7))
+    for why in ({"dropout_p": 0.5}, {"scale": -1.0}, {}):
+        with pytest.raises(AttentionError, match=r"3: 5 queries .* of 7"):
+            decoupled_attention(*inputs, query_start=torch.tensor(3), **why)
+    starts = torch.tensor([[0], [2]])
+    every = torch.func.vmap(lambda start: decoupled_attention(*inputs, query_start=start))(starts)
+    each = [decoupled_attention(*inputs, query_start=int(start)) for start in starts]
+    assert distance(list(every), each) < 1e-14
 
 
 def test_a_device_without_kernels_is_named() -> None:
