@@ -123,6 +123,7 @@ def _self_scores(
     v = v.sum(0, keepdims=True) if first is None else v[first : first + form.n_heads]
     with np.errstate(all="ignore"):  # NaN and 0/0 come out as null
         size = np.linalg.norm(v, axis=1)
+        size[~np.isfinite(size)] = np.nan
         sign = v.sum(1) / np.abs(v).sum(1)
         share = 1 / (1 + (norm / size) ** 2) if raw else None
     return {"self_norm": size, "self_sign": sign, "self_share": share}
