@@ -8,6 +8,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from qkform.attention.quadratic import quadratic
+
 _TINY = 1e-12  # under the mean square, so that a token of zeros scores 0
 
 
@@ -43,12 +45,14 @@ class SelfScore(nn.Module):  # type: ignore[misc]
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         autocast = torch.amp.is_autocast_available(x.device.type)
         with torch.autocast(x.device.type, enabled=False) if autocast else nullcontext():
-            squares = self.squares(x.to(wide))
-            return (squares @ self.v.to(wide).mT).mT.contiguous()  # (B, N, d) (d, H) -> (B, H, N)
+            x, v = x.to(wide), self.v.to(wide)
+            if self.normalise:
+                return (self.squares(x) @ v.mT).mT.contiguous()  # (B, N, d) (d, H) -> (B, H, N)
+            return quadratic(x, v)
 
     def squares(self, x: Tensor) -> Tensor:
         """x^2, of x / rms(x) where the module normalises: what `v` is multiplied with."""
-        squares = x * x  # whose derivative is cheaper than that of x.square()
+        squares = x * x
         return squares / (squares.mean(-1, keepdim=True) + _TINY) if self.normalise else squares
 
     def open(self) -> None:
