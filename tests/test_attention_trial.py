@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -236,6 +237,25 @@ def test_whoever_watches_operators_does_not_see_it(use: Any) -> None:
     with Count() as second:
         decoupled_attention(*inputs)
     assert first.calls == second.calls > 0
+
+
+def test_the_number_of_threads_stays(use: Any) -> None:
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(3)
+    try:
+
+        def forward(*args: Any, **options: Any) -> Any:
+            seen.append(torch.get_num_threads())
+            return PLAIN.forward(*args, **options)
+
+        use(forward=forward)
+        assert trial.disagreement("cpu", torch.float64, 8) is None
+        assert set(seen) == {1}
+        assert torch.get_num_threads() == 3
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(torch.get_num_threads).result() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_importing_attention_does_not_import_the_compiler() -> None:

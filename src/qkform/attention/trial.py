@@ -71,7 +71,7 @@ def looked_at(device: str, dtype: torch.dtype, d: int) -> str | None:
     # Gradient, inference and autocast modes, hooks on saved tensors and whatever records or fakes operators belong to
     # a thread: in one of its own the trial neither sees those of the caller nor is seen by them.
     with ThreadPoolExecutor(1) as other:
-        found = other.submit(_compared, device, dtype, d).result()
+        found = other.submit(_alone, device, dtype, d).result()
     if found is not None:
         warnings.warn(
             f"{found}: attention takes the reference from here on, which is slower and makes a score matrix",
@@ -79,6 +79,16 @@ def looked_at(device: str, dtype: torch.dtype, d: int) -> str | None:
             stacklevel=2,
         )
     return found
+
+
+def _alone(device: str, dtype: torch.dtype, d: int) -> str | None:
+    """`_compared` on one core: several wait for each other, on a busy CPU for a second."""
+    cores = torch.get_num_threads()
+    torch.set_num_threads(1)  # of this thread, and of threads that begin meanwhile
+    try:
+        return _compared(device, dtype, d)
+    finally:
+        torch.set_num_threads(cores)
 
 
 def _compared(device: str, dtype: torch.dtype, d: int) -> str | None:
