@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from qkform.checkpoints import open_checkpoint
+from qkform.errors import CheckpointError
 from tests.conftest import BERT_CONFIG, bert_tensors
 
 MEMORY = 2 * 2**30  # address space for a scan of a small file; torch's libraries take 0.6 GB of it
@@ -520,6 +522,12 @@ def test_a_pickle_that_would_never_end_is_refused_by_its_opcodes(wrap, tmp_path)
     assert not [
         (case, line) for line, case in zip(lines, BOMBS, strict=True) if not re.search(BOMBS[case][1], line)
     ]
+
+
+def test_a_text_with_a_wrong_escape_is_damage_where_warnings_are_errors(tmp_path):
+    (tmp_path / "model.bin").write_bytes(_zip(b"cos\nsys\\dtem\n."))
+    with pytest.raises(CheckpointError, match="damaged"):
+        open_checkpoint(tmp_path / "model.bin")
 
 
 SYSTEM = pickle.dumps(Call(os.system, MARK), protocol=2)

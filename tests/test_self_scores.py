@@ -9,9 +9,9 @@ import pytest
 
 import qkform as qk
 from qkform import scoring
-from qkform.errors import ConfigError
+from qkform.errors import ConfigError, LayoutError
 from qkform.records import ScoreTable
-from tests.conftest import bert_tensors
+from tests.conftest import BERT_CONFIG, bert_tensors
 
 PATH = "encoder.layer.{}.attention.self.self_score.v"
 
@@ -102,7 +102,7 @@ def test_older_records_are_read(write_model, tmp_path):
     assert ScoreTable.load(tmp_path / "old.json").rows == table.rows
 
 
-@pytest.mark.parametrize("width", [60, 75, 96, 107, 108, 117, 118])
+@pytest.mark.parametrize("width", [*range(60, 122, 3), 75, 89, 90, 107, 117])
 def test_the_terminal_shows_v_where_there_is_one(width, write_model):
     from rich.console import Console
 
@@ -116,7 +116,7 @@ def test_the_terminal_shows_v_where_there_is_one(width, write_model):
         return console.export_text()
 
     own = screen("own", decoupled(np.random.default_rng(0), 0, 1))
-    assert "own |v|" in own
+    assert ("own |v|" in own) == (not 76 <= width < 90)
     assert "…" not in own
     assert ("v sign" in own) == (width >= 118)
     assert "own |v|" not in screen("stock", bert_tensors(np.random.default_rng(0)))
@@ -135,3 +135,29 @@ def test_an_infinite_v_has_no_share(write_model):
     tensors[PATH.format(0)][0, 0] = np.inf
     row = next(r for r in qk.scan(write_model(tensors)).heads if (r["layer"], r["head"]) == (0, 0))
     assert row["self_norm"] is row["self_share"] is row["self_sign"] is None
+
+
+def test_a_config_that_says_decoupled_without_v_is_noted(write_model):
+    record = {"version": 1, "changes": [{"change": "decouple"}]}
+    tensors = bert_tensors(np.random.default_rng(0))
+    (note,) = qk.scan(write_model(tensors, {**BERT_CONFIG, "qkform": record})).models[0].skipped
+    assert "no self_score.v is there" in note["reason"]
+    assert (
+        not qk.scan(
+            write_model(decoupled(np.random.default_rng(0), 0), {**BERT_CONFIG, "qkform": record}, "own")
+        )
+        .models[0]
+        .skipped
+    )
+    for i, odd in enumerate((None, 5, [], {"changes": 5}, {"changes": [5, {"change": []}]})):
+        folder = write_model(tensors, {**BERT_CONFIG, "qkform": odd}, f"odd{i}")
+        assert not qk.scan(folder).models[0].skipped
+
+
+def test_a_collapsed_model_is_told_from_an_unknown_one(write_model):
+    record = {"version": 1, "changes": [{"change": "collapse"}]}
+    tensors = bert_tensors(np.random.default_rng(0))
+    tensors = {n: t for n, t in tensors.items() if ".key." not in n}
+    folder = write_model(tensors, {**BERT_CONFIG, "qkform": record})
+    with pytest.raises(LayoutError, match="factorize_"):
+        qk.scan(folder)

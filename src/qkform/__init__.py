@@ -56,7 +56,16 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'qkform' has no attribute {name!r}")
-    module = importlib.import_module(_HOME[name])
+    try:
+        module = importlib.import_module(_HOME[name])
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from qkform.errors import MissingExtra
+
+        raise MissingExtra(
+            f"qkform.{name} needs torch, which is not installed: pip install 'qkform[torch]'"
+        ) from None
     return module if _HOME[name] == f"qkform.{name}" else getattr(module, name)
 
 

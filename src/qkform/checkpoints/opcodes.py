@@ -144,7 +144,13 @@ class Pickle:
                         f"has a pickle with the opcode {name} at byte {at:,}, which weights saved by torch.save (with "
                         "its own pickle protocol, 2) do not have"
                     )
-        except (ValueError, KeyError, IndexError, UnicodeError) as error:
+        except (
+            ValueError,
+            KeyError,
+            IndexError,
+            UnicodeError,
+            Warning,
+        ) as error:  # a warning: of escapes, made an error
             raise Unsafe(f"has a pickle that is damaged or truncated ({type(error).__name__})") from None
         raise Unsafe("has a pickle without an end: truncated")
 

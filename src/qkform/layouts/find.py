@@ -19,7 +19,7 @@ from qkform.layouts.named import named
 from qkform.layouts.outside import translated
 from qkform.layouts.rules import Family
 from qkform.layouts.search import Search
-from qkform.layouts.self_scores import with_self_scores
+from qkform.layouts.self_scores import surgery_of, with_self_scores
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,15 @@ def find_layers(
     search = Search(tensors, config, read, family.model_type, where, arch, overrides)
     layers = with_self_scores(_ordered(search, family, by_names=rule is None and not arch), tensors, source)
     report(search, family, layers)
+    changes = surgery_of(config)
+    if not layers and "collapse" in changes:
+        raise LayoutError(
+            f"{source}: its circuits are collapsed: W_QK is one free matrix per head, without the factors that are "
+            "scored here; qkform.surgery.factorize_(model) gives it factors"
+        )
+    if "decouple" in changes and not any(layer.self_score for layer in layers):
+        lost = "its config says decoupled, and no self_score.v is there: lost by a plain from_pretrained?"
+        search.skip(family.model_type, lost)
     if not layers and (instead := without_attention(model_type)):
         raise LayoutError(
             f"{source}: {model_type} has no softmax attention, so it has no query-key form: {instead}"

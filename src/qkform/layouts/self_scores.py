@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from qkform.errors import ConfigError
 from qkform.layouts.layer import AttentionLayer
@@ -49,3 +50,15 @@ def _with_own(
     if shape != wanted:
         raise ConfigError(f"{where}: {name!r} has shape {shape}; the heads of {layer.module} need {wanted}")
     return replace(layer, self_score=name, flags=(*layer.flags, "decoupled"))
+
+
+def surgery_of(config: Mapping[str, Any] | None) -> set[str]:
+    """The kinds of change that a config records (`qkform.surgery.record`), whatever else stands there."""
+    record = (config or {}).get("qkform")
+    entries = record.get("changes") if isinstance(record, Mapping) else None
+    kinds = (
+        (entry.get("change") for entry in entries if isinstance(entry, Mapping))
+        if isinstance(entries, list)
+        else ()
+    )
+    return {kind for kind in kinds if isinstance(kind, str)}

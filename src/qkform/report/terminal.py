@@ -189,14 +189,8 @@ def _columns(
     own = any(row["self_norm"] is not None for row in layers)
     if width >= (108 if own else 96):
         columns.append(plain("norm", "norm", number))
-    if own and width >= 60:
-        columns.append(
-            Column(
-                "own |v|",
-                number(median_of(heads, "self_norm")),
-                lambda r: number(median_of(by_layer.get(r["module"], []), "self_norm")),
-            )
-        )
+    if own and (60 <= width < 76 or width >= 90):
+        columns.append(plain("own |v|", "self_norm", number))
     if own and width >= 118:
         columns.append(plain("v sign", "self_sign", lambda v: decimals(v, 2)))
     return columns

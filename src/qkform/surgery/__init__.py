@@ -6,6 +6,7 @@ Every change is recorded in the model (`model.config.qkform`), and `from_pretrai
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'qkform.surgery' has no attribute {name!r}")
+    if importlib.util.find_spec("torch") is None:
+        from qkform.errors import MissingExtra
+
+        raise MissingExtra(
+            f"qkform.surgery.{name} needs torch, which is not installed: pip install 'qkform[torch]'"
+        )
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
