@@ -41,6 +41,8 @@ ARROWS = {
     "sites": {"layouts", "form", "errors", "wrappers"},
     "attention": {"errors"},
     "surgery": {"attention", "sites", "layouts", "form", "errors", "wrappers"},
+    "dynamics": {"attention", "form", "sites", "records", "flows", "errors"},
+    "flows": {"records", "errors"},
     "report": {"records", "differences", "errors", "cache", "steps"},
     "targets": {"records", "differences", "errors", "report", "checkpoints"},
     "differ": {"differences", "errors", "form", "layouts", "options", "records", "scanner", "scoring"},
@@ -67,6 +69,7 @@ ARROWS = {
         "differ",
         "sites",
         "attention",
+        "dynamics",
         "surgery",
     },
 }
