@@ -1,7 +1,7 @@
 """What training does to the query-key form: mathematics that can be measured.
 
-`one_layer` is a model small enough to be solved: which learning rates sharpen attention, and by how much. Needs the
-extra `theory` (scipy).
+`one_layer` is a model small enough to be solved: which learning rates sharpen attention, and by how much. It needs the
+extra `theory` (scipy). `decompose` splits the gradient of a live model's form into its pairs of tokens (torch).
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkform.dynamics import one_layer as one_layer
+    from qkform.dynamics.decomposition import Decomposition as Decomposition
+    from qkform.dynamics.decomposition import decompose as decompose
 
 _HOME: dict[str, str] = {  # public name -> module
+    "Decomposition": "qkform.dynamics.decomposition",
+    "decompose": "qkform.dynamics.decomposition",
     "one_layer": "qkform.dynamics.one_layer",
 }
 

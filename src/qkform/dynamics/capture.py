@@ -1,0 +1,161 @@
+"""What the self-attentions of a live model see in one forward pass, and the gradients that come back to them.
+
+The model is left as it was, whatever happens: parameters, their gradients, random numbers, modes, config and hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qkform import sites
+from qkform.dynamics.calls import Call
+from qkform.errors import DynamicsError
+from qkform.sites import Site
+
+LossFunction = Callable[[Any], Tensor]
+
+
+@dataclass(eq=False)
+class Watched:
+    """A self-attention and its calls; `outputs` are the tensors whose gradients the calls wait for."""
+
+    site: Site
+    calls: list[Call] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    grads: list[Callable[[Tensor], Tensor]] = field(default_factory=list)  # dL/doutput -> (B, H, N, D_v)
+    x: Tensor | None = None  # what the projections of the call in progress read
+
+    @property
+    def path(self) -> str:
+        return self.site.path
+
+    def add(self, call: Call, output: Tensor, grad: Callable[[Tensor], Tensor]) -> Tensor:
+        """Note a call without its gradient; the output to go on with, which the loss will depend on."""
+        if not output.requires_grad:  # nothing before it learns
+            output = output.detach().requires_grad_()
+        self.calls.append(call)
+        self.outputs.append(output)
+        self.grads.append(grad)
+        return output
+
+
+def capture(
+    model: Any,
+    batch: Mapping[str, Any],
+    loss_fn: LossFunction | None = None,
+    modules: Sequence[str] | None = None,
+) -> list[Watched]:
+    """Run the model once, forward and back, in eval mode; the self-attentions that ran, in order, with their calls.
+
+    DynamicsError for a batch that gives no loss, a model without self-attention, and one whose scores are not those
+    of a query-key form on tokens.
+    """
+    if not isinstance(batch, Mapping):
+        raise DynamicsError(
+            f"batch is a {type(batch).__name__}; it is a mapping: the keyword arguments of one call of the model"
+        )
+    watched = [Watched(site) for site in _chosen(model, modules)]
+    root = watched[0].site.live.root
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.random.fork_rng(_devices(root)))
+        stack.enter_context(_eval(root))
+        for kind, those in _by_kind(watched).items():
+            stack.enter_context(kind(root, those))
+        loss = _loss(root(**batch), loss_fn)
+        _finish(watched, loss)
+    ran = [each for each in watched if each.calls]
+    if not ran:
+        raise DynamicsError(
+            f"none of the self-attentions ran in this call of the model: {watched[0].path}, ..."
+        )
+    return ran
+
+
+def _chosen(model: Any, modules: Sequence[str] | None) -> list[Site]:
+    """The self-attentions of a model, or those at some paths."""
+    found = [site for site in sites.find(model) if site.layer.attention == "self"]
+    if not found:
+        raise DynamicsError(f"{type(model).__name__} has no self-attention that is known; see qkform.layers")
+    if modules is None:
+        return found
+    at = {site.path: site for site in found}
+    missing = [path for path in modules if path not in at]
+    if missing or not modules:
+        raise DynamicsError(
+            f"no self-attention at {missing[0] if missing else 'no path'!r}; there are {', '.join(at)}"
+        )
+    return [at[path] for path in modules]
+
+
+def _by_kind(watched: Sequence[Watched]) -> dict[Any, list[Watched]]:
+    """Which way of watching fits which attentions."""
+    from qkform.dynamics.capture_interface import watching as interface
+    from qkform.dynamics.capture_modules import watching as modules_themselves
+
+    kinds: dict[Any, list[Watched]] = {}
+    for each in watched:
+        if each.site.layer.part is not None:
+            raise DynamicsError(
+                f"{each.path}: its scores are the sum of several query-key terms; Gamma is that of one form"
+            )
+        own = isinstance(each.site.module, nn.MultiheadAttention) or hasattr(each.site.module, "circuit_qk")
+        kinds.setdefault(modules_themselves if own else interface, []).append(each)
+    return kinds
+
+
+def _loss(output: Any, loss_fn: LossFunction | None) -> Tensor:
+    if loss_fn is not None:
+        loss = loss_fn(output)
+    else:
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None:
+            raise DynamicsError(
+                "the model returned no loss: put the labels into the batch, or give loss_fn=, a function of the "
+                "model's output"
+            )
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise DynamicsError(f"the loss is {found}; expected one number, as a tensor")
+    if not loss.requires_grad:
+        raise DynamicsError(
+            "the loss does not depend on any attention: is it detached, or computed under no_grad?"
+        )
+    return loss.reshape(())
+
+
+def _finish(watched: Sequence[Watched], loss: Tensor) -> None:
+    """Give every call its gradient, 0 where the loss does not depend on it, and forget the graph."""
+    outputs = [output for each in watched for output in each.outputs]
+    found = iter(torch.autograd.grad(loss, outputs, allow_unused=True) if outputs else ())
+    for each in watched:
+        for i, (call, output, back) in enumerate(zip(each.calls, each.outputs, each.grads, strict=True)):
+            grad = next(found)
+            grad = torch.zeros_like(output) if grad is None else grad
+            each.calls[i] = replace(call, grad=back(grad.detach()))
+        each.outputs.clear()
+        each.grads.clear()
+
+
+@contextmanager
+def _eval(root: Any) -> Iterator[None]:
+    """Eval mode, and afterwards the mode that each module had."""
+    training = [module for module in root.modules() if module.training]
+    root.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _devices(root: Any) -> list[int]:
+    """CUDA devices of the model, whose random numbers are put back too."""
+    return sorted({p.device.index for p in root.parameters() if p.device.type == "cuda"})
