@@ -15,25 +15,26 @@ from torch import Tensor, nn
 
 from qkform import sites
 from qkform.dynamics.calls import Call
-from qkform.errors import DynamicsError
-from qkform.sites import Site
+from qkform.errors import ConfigError, DynamicsError, LayoutError
+from qkform.sites import LiveModel, Site
 
 LossFunction = Callable[[Any], Tensor]
 
 
 @dataclass(eq=False)
 class Watched:
-    """A self-attention and its calls; `outputs` are the tensors whose gradients the calls wait for."""
+    """A self-attention and its calls; `outputs` are the tensors whose gradients the calls wait for.
 
-    site: Site
+    `site` is None for an attention whose form is one parameter, a collapsed circuit.
+    """
+
+    path: str
+    module: Any
+    site: Site | None
     calls: list[Call] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     grads: list[Callable[[Tensor], Tensor]] = field(default_factory=list)  # dL/doutput -> (B, H, N, D_v)
     x: Tensor | None = None  # what the projections of the call in progress read
-
-    @property
-    def path(self) -> str:
-        return self.site.path
 
     def add(self, call: Call, output: Tensor, grad: Callable[[Tensor], Tensor]) -> Tensor:
         """Note a call without its gradient; the output to go on with, which the loss will depend on."""
@@ -60,8 +61,8 @@ def capture(
         raise DynamicsError(
             f"batch is a {type(batch).__name__}; it is a mapping: the keyword arguments of one call of the model"
         )
-    watched = [Watched(site) for site in _chosen(model, modules)]
-    root = watched[0].site.live.root
+    live = sites.open_live(model)
+    root, watched = live.root, _chosen(live, modules)
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -79,20 +80,38 @@ def capture(
     return ran
 
 
-def _chosen(model: Any, modules: Sequence[str] | None) -> list[Site]:
-    """The self-attentions of a model, or those at some paths."""
-    found = [site for site in sites.find(model) if site.layer.attention == "self"]
-    if not found:
-        raise DynamicsError(f"{type(model).__name__} has no self-attention that is known; see qkform.layers")
+def _chosen(live: LiveModel, modules: Sequence[str] | None) -> list[Watched]:
+    """The self-attentions of a model in order, or those at some paths."""
+    found: dict[str, Site] = {}
+    reason = "give a transformers model, or a module that holds nn.MultiheadAttention"
+    try:
+        found = {site.path: site for site in sites.find(live.root)}
+    except (ConfigError, LayoutError) as error:  # a model of collapsed circuits has none either
+        reason = str(error)
+    at = {
+        path: Watched(path, module, found.get(path))
+        for path, module in live.tree.modules.items()
+        if (path in found and found[path].layer.attention == "self") or _is_collapsed(module)
+    }
+    if not at:
+        raise DynamicsError(f"{live.source} has no self-attention that is known here: {reason}")
     if modules is None:
-        return found
-    at = {site.path: site for site in found}
+        return list(at.values())
     missing = [path for path in modules if path not in at]
     if missing or not modules:
         raise DynamicsError(
             f"no self-attention at {missing[0] if missing else 'no path'!r}; there are {', '.join(at)}"
         )
     return [at[path] for path in modules]
+
+
+def is_circuit(module: Any) -> bool:
+    """Whether a module is an attention with its circuits as parameters, which surgery makes."""
+    return hasattr(module, "circuit_qk")
+
+
+def _is_collapsed(module: Any) -> bool:
+    return is_circuit(module) and module.qk == "collapsed" and module.d_key == module.d_model
 
 
 def _by_kind(watched: Sequence[Watched]) -> dict[Any, list[Watched]]:
@@ -102,11 +121,11 @@ def _by_kind(watched: Sequence[Watched]) -> dict[Any, list[Watched]]:
 
     kinds: dict[Any, list[Watched]] = {}
     for each in watched:
-        if each.site.layer.part is not None:
+        if each.site is not None and each.site.layer.part is not None:
             raise DynamicsError(
                 f"{each.path}: its scores are the sum of several query-key terms; Gamma is that of one form"
             )
-        own = isinstance(each.site.module, nn.MultiheadAttention) or hasattr(each.site.module, "circuit_qk")
+        own = isinstance(each.module, nn.MultiheadAttention) or is_circuit(each.module)
         kinds.setdefault(modules_themselves if own else interface, []).append(each)
     return kinds
 

@@ -35,9 +35,9 @@ def watching(root: Any, watched: Sequence[Watched]) -> Iterator[None]:
         _check(each)
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    configs = {id(each.site.module.config): each.site.module.config for each in watched}
+    configs = {id(each.module.config): each.module.config for each in watched}
     before = {key: config._attn_implementation for key, config in configs.items()}
-    by_module = {id(each.site.module): each for each in watched}
+    by_module = {id(each.module): each for each in watched}
     touched, hooks = [], []
     try:
         for module in root.modules():
@@ -46,10 +46,9 @@ def watching(root: Any, watched: Sequence[Watched]) -> Iterator[None]:
                 vars(module)[WATCH] = (_inner(before[id(config)]), by_module.get(id(module)))
                 touched.append(module)
         for each in watched:
-            for side in ("w_q", "w_k"):
-                projection = each.site.shares[side].at.owner
-                hooks.append(projection.register_forward_pre_hook(partial(_read, each)))
-            hooks.append(each.site.module.register_forward_hook(partial(_end, each)))
+            for at in _projections(each):
+                hooks.append(at.owner.register_forward_pre_hook(partial(_read, each)))
+            hooks.append(each.module.register_forward_hook(partial(_end, each)))
         for config in configs.values():
             config._attn_implementation_internal = (
                 NAME  # the property would set those of parts of the model too
@@ -64,15 +63,20 @@ def watching(root: Any, watched: Sequence[Watched]) -> Iterator[None]:
             vars(module).pop(WATCH, None)
 
 
+def _projections(each: Watched) -> list[Any]:
+    """The parameters of queries and keys; their owners are what reads x."""
+    assert each.site is not None  # a family's attention has two factors
+    return [each.site.shares["w_q"].at, each.site.shares["w_k"].at]
+
+
 def _check(each: Watched) -> None:
-    module, kind = each.site.module, type(each.site.module).__name__
+    module, kind = each.module, type(each.module).__name__
     if not hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
         raise DynamicsError(
             f"{each.path}: a {kind} is neither an attention of transformers nor an nn.MultiheadAttention; its scores "
             "cannot be seen"
         )
-    for side in ("w_q", "w_k"):
-        at = each.site.shares[side].at  # type: ignore[index]
+    for at in _projections(each):
         if (
             at.index is not None
             or at.owner is module
@@ -89,11 +93,11 @@ def _inner(name: str | None) -> Callable[..., Any]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
-    functions, masks = AttentionInterface(), AttentionMaskInterface()
+    functions, masks = AttentionInterface(), AttentionMaskInterface()  # type: ignore[no-untyped-call]
     if name in functions and masks.get(name) is sdpa_mask:
         function: Callable[..., Any] = functions[name]
         return function
-    return sdpa_attention_forward  # type: ignore[no-any-return]
+    return sdpa_attention_forward
 
 
 def _read(each: Watched, projection: nn.Module, args: tuple[Any, ...]) -> None:
@@ -128,6 +132,9 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """As transformers calls it: (B, H, N, D) -> (B, N, H, D_v); the call is noted on the way."""
     inner, each = vars(module)[WATCH]
+    if each is not None:
+        x, each.x = each.x, None
+        x = _checked(each, x, query, key, attention_mask, others)
     if position_bias is not None:
         others["position_bias"] = position_bias
     out, weights = inner(
@@ -143,8 +150,6 @@ def _attention(
     )
     if each is None:
         return out, weights
-    x, each.x = each.x, None
-    _refuse(each, x, query, key, attention_mask, others)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     factor = _prescale(module, scaling)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -181,10 +186,10 @@ def _with_bias(bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
     return (bias + mask).detach()
 
 
-def _refuse(
+def _checked(
     each: Watched, x: Tensor | None, query: Tensor, key: Tensor, mask: Any, others: dict[str, Any]
-) -> None:
-    """DynamicsError for a call whose scores are not those of a form on the tokens that were read."""
+) -> Tensor:
+    """x; DynamicsError for a call whose scores are not those of a form on the tokens that were read."""
     for name in UNKNOWN:
         if others.get(name) is not None:
             raise DynamicsError(f"{each.path} changes its scores by {name!r}, of which Gamma knows nothing")
@@ -192,6 +197,7 @@ def _refuse(
         raise DynamicsError(
             f"{each.path}: its projections did not run in this call: have they been replaced?"
         )
+    assert each.site is not None
     batch, heads, n, _ = query.shape
     if x.ndim != 3 or tuple(x.shape[:2]) != (batch, n) or heads != each.site.layer.n_heads:
         raise DynamicsError(
@@ -200,7 +206,8 @@ def _refuse(
         )
     if key.shape[2] != n:
         raise DynamicsError(
-            f"{each.path} has {key.shape[2]} keys for {n} tokens: give a batch without past_key_values"
+            f"{each.path} has {key.shape[2]} keys for {n} tokens: give a batch without a cache"
         )
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 4):
         raise DynamicsError(f"{each.path} got a mask that is no (batch, heads, queries, keys)")
+    return x

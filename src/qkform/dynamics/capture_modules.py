@@ -1,4 +1,4 @@
-"""Watching attentions that are modules of their own: nn.MultiheadAttention, and those with their circuits as parameters.
+"""Watching attentions that are modules of their own: nn.MultiheadAttention, and circuits as parameters.
 
 They are seen from outside: what goes in, what comes out, and the weights in between.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qkform.dynamics.calls import Call
-from qkform.dynamics.capture import Watched
+from qkform.dynamics.capture import Watched, is_circuit
 from qkform.errors import DynamicsError
 
 
@@ -23,7 +23,7 @@ from qkform.errors import DynamicsError
 def watching(root: Any, watched: Sequence[Watched]) -> Iterator[None]:
     """Note every call of these attentions."""
     for each in watched:
-        module = each.site.module
+        module = each.module
         if getattr(module, "bias_k", None) is not None or getattr(module, "add_zero_attn", False):
             raise DynamicsError(f"{each.path} has keys of no token (add_bias_kv or add_zero_attn)")
     # nn.TransformerEncoder packs padded sequences where nothing learns; hooks keep the other fast paths away
@@ -33,7 +33,7 @@ def watching(root: Any, watched: Sequence[Watched]) -> Iterator[None]:
         for encoder in packing:
             encoder.use_nested_tensor = False
         for each in watched:
-            hooks.append(each.site.module.register_forward_hook(partial(_see, each), with_kwargs=True))
+            hooks.append(each.module.register_forward_hook(partial(_see, each), with_kwargs=True))
         yield
     finally:
         for hook in hooks:
@@ -61,6 +61,8 @@ def _see(each: Watched, module: Any, args: tuple[Any, ...], kwargs: dict[str, An
     for name in ("key", "value"):
         other = given.get(name)
         if other is not None and other is not x and not (name == "value" or _same(x, other)):
+            if each.site is None:
+                return output  # a collapsed circuit does not tell beforehand what it is for
             raise DynamicsError(f"{each.path} was called as cross-attention: its {name} is not its query")
     single, swapped = x.ndim == 2, x.ndim == 3 and not module.batch_first
     value = x if given.get("value") is None else given["value"]
@@ -85,7 +87,7 @@ def _see(each: Watched, module: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _parts(module: Any, x: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
     """Queries, keys, values (B, H, N, ...), output weights (H, D_v, d_model) and scale."""
-    if hasattr(module, "circuit_qk"):
+    if is_circuit(module):
         out = module.W_OV if module.ov == "collapsed" else module.W_O
         return module._queries(x), module._keys(x), module._values(value), out.detach(), module.scale
     heads = module.num_heads
@@ -109,7 +111,7 @@ def _mask(module: Any, x: Tensor, given: dict[str, Any]) -> Tensor | None:
         masks.append(mask.reshape(-1, module.num_heads, n, n) if mask.ndim == 3 else mask.expand(1, 1, n, n))
     if padding is not None:
         masks.append(padding.reshape(-1, 1, 1, n))
-    circuit = hasattr(module, "circuit_qk")
+    circuit = is_circuit(module)
     if circuit and (module.causal or (given.get("is_causal") and mask is None)):
         masks.append(torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1)[None, None])
     if not masks:
@@ -136,4 +138,4 @@ def _batch(x: Tensor, single: bool, swapped: bool) -> Tensor:
 
 
 def _same(x: Tensor, other: Tensor) -> bool:
-    return x.shape == other.shape and torch.equal(x, other)
+    return x.shape == other.shape and bool(torch.equal(x, other))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ class Decomposition:
         return self.gamma_off_diagonal if self.decoupled else self.gamma_diagonal + self.gamma_off_diagonal
 
     def extended(self) -> Tensor:
-        """(n_heads, d_model + 1, d_model + 1): the gradient of the form of [x, 1], whose last row and column are biases.
+        """(n_heads, d_model + 1, d_model + 1): the gradient of the form of [x, 1], the last row and column for biases.
 
         dL/d[W_Q; b_Q] = extended [W_K; b_K] and dL/d[W_K; b_K] = extended^T [W_Q; b_Q], the keys' summed over the heads
         that share them. On a standard model dL/dW_Q = gamma W_K whatever the biases.
@@ -197,6 +197,8 @@ class _Sums:
 
 def _is_direct(each: Watched, call: Call) -> bool:
     """Whether queries and keys are x W + b: nothing turns or norms them on the way."""
+    if each.site is None:
+        return True
     x = call.x
     for seen, weight, bias in (
         (call.query, each.site.w_q(), each.site.b_q()),
