@@ -1,7 +1,8 @@
 """What training does to the query-key form: mathematics that can be measured.
 
 `one_layer` is a model small enough to be solved: which learning rates sharpen attention, and by how much. It needs the
-extra `theory` (scipy). `decompose` splits the gradient of a live model's form into its pairs of tokens (torch).
+extra `theory` (scipy). `decompose` splits the gradient of a live model's form into its pairs of tokens, and
+`conflict` asks whether a token's pair with itself works against the others (torch).
 """
 
 from __future__ import annotations
@@ -11,12 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkform.dynamics import one_layer as one_layer
+    from qkform.dynamics.conflicts import Conflict as Conflict
+    from qkform.dynamics.conflicts import conflict as conflict
+    from qkform.dynamics.conflicts import fraction_negative as fraction_negative
     from qkform.dynamics.decomposition import Decomposition as Decomposition
     from qkform.dynamics.decomposition import decompose as decompose
 
 _HOME: dict[str, str] = {  # public name -> module
+    "Conflict": "qkform.dynamics.conflicts",
     "Decomposition": "qkform.dynamics.decomposition",
+    "conflict": "qkform.dynamics.conflicts",
     "decompose": "qkform.dynamics.decomposition",
+    "fraction_negative": "qkform.dynamics.conflicts",
     "one_layer": "qkform.dynamics.one_layer",
 }
 
