@@ -53,9 +53,9 @@ OVER_SDPA = {256: 1.35, 512: 1.15, 1024: 1.15, 2048: 1.15, 4096: 1.15}
 EAGER_OVER_FLASH = {1024: 2.5}
 STEP = 1.06
 GROWTH = (
-    1.25  # of bytes per token from the shortest to the longest: 1 is linear, quadratic would be their ratio
+    1.25  # of bytes per token from the shortest to the longest: 1 is linear, the ratio of lengths quadratic
 )
-MEMORY_LENGTHS = (2048, 4096, 8192, 16384)
+MEMORY_LENGTHS, MEMORY_HEADS = (2048, 4096, 8192, 16384), 2
 
 
 # ---- timing -------------------------------------------------------------------------------------------------------
@@ -72,18 +72,22 @@ def seconds(work: Callable[[], Any], calls: int, device: str) -> float:
 
 
 def in_turn(
-    works: dict[str, Callable[[], Any]], device: str, budget: float, chief: tuple[str, ...]
+    works: dict[str, Callable[[], Any]],
+    device: str,
+    budget: float,
+    chief: tuple[str, ...],
+    least: int = 5,
 ) -> dict[str, list[float]]:
     """Seconds of each piece of work, one after the other, in rounds that take about `budget` seconds together.
 
-    Those named in `chief` are in every round, 5 to 31 of them; the others in the first 3, or more where there is time.
+    Those named in `chief` are in every round, `least` to 31 of them; the others in 3 or more.
     """
     for work in works.values():
         work()
     once = {name: seconds(work, 1, device) for name, work in works.items()}
     calls = {name: max(1, math.ceil(0.01 / max(taken, 1e-5))) for name, taken in once.items()}
     cost = {name: calls[name] * once[name] for name in works}
-    rounds = min(31, max(5, int(budget / sum(cost.values()))))
+    rounds = min(31, max(least, int(budget / sum(cost.values()))))
     times: dict[str, list[float]] = {name: [] for name in works}
     for i in range(rounds):
         for name in works if i % 2 else reversed(works):
@@ -251,13 +255,13 @@ def measure_kernels(device: str, budget: float, lengths: tuple[int, ...]) -> dic
 def peak_bytes(which: str, n: int, causal: bool, device: str) -> float:
     """Peak memory of one forward and backward, inputs and gradients included. To be run in a process of its own."""
     attention = implementations(causal, device, n)[which]
-    works({which: attention}, arguments(64, torch.float32, device, 1, 4), True)[
+    works({which: attention}, arguments(64, torch.float32, device, 1, MEMORY_HEADS), True)[
         which
     ]()  # what is set up once
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     before = _peak(device, reset=True)
-    works({which: attention}, arguments(n, torch.float32, device, 1, 4), True)[which]()
+    works({which: attention}, arguments(n, torch.float32, device, 1, MEMORY_HEADS), True)[which]()
     return _peak(device) - before
 
 
@@ -299,8 +303,9 @@ def measure_memory(device: str, lengths: tuple[int, ...]) -> list[dict[str, Any]
 
 
 def models() -> Iterator[tuple[str, Any]]:
-    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, logging
 
+    logging.set_verbosity_error()
     for layers in (4, 12):
         bert = BertConfig(
             vocab_size=2048,
@@ -328,8 +333,8 @@ def models() -> Iterator[tuple[str, Any]]:
         yield f"GPT-2 type, {layers} layers", GPT2LMHeadModel(gpt2)
 
 
-def measure_step(device: str, budget: float) -> list[dict[str, Any]]:
-    batch, n = 4, 512
+def measure_step(device: str, budget: float, least: int) -> list[dict[str, Any]]:
+    batch, n = 2, 512
     results = []
     for name, model in models():
         print(f"a step of {name} ...", file=sys.stderr)
@@ -337,12 +342,8 @@ def measure_step(device: str, budget: float) -> list[dict[str, Any]]:
         tokens = torch.randint(0, 2048, (batch, n), device=device)
         standard = model.to(device).train()
         decoupled = qk.surgery.decouple_(copy.deepcopy(standard))
-        times = in_turn(
-            {"standard": step_of(standard, tokens), "decoupled": step_of(decoupled, tokens)},
-            device,
-            budget,
-            ("standard", "decoupled"),
-        )
+        steps = {"standard": step_of(standard, tokens), "decoupled": step_of(decoupled, tokens)}
+        times = in_turn(steps, device, budget, tuple(steps), least)
         results.append(
             {
                 "model": name,
@@ -432,7 +433,8 @@ def report_memory(points: list[dict[str, Any]]) -> list[str]:
         for which in ("sdpa", "flash", "reference"):
             found = [p for p in points if (p["which"], p["causal"]) == (which, causal)]
             lines.append(
-                f"{which:>10}" + "".join(f"   N {p['n']:>5}:{p['bytes_per_token'] / 4:>9,.0f}" for p in found)
+                f"{which:>10}"
+                + "".join(f"   N {p['n']:>5}:{p['bytes_per_token'] / MEMORY_HEADS:>9,.0f}" for p in found)
             )
     return lines
 
@@ -504,7 +506,7 @@ def main() -> None:
             options.device, MEMORY_LENGTHS[:2] if options.quick else MEMORY_LENGTHS
         )
     if "step" in parts:
-        result["step"] = measure_step(options.device, 4 * budget)
+        result["step"] = measure_step(options.device, 4 * budget, 3 if options.quick else 11)
     text = report(result)
     print(text)
     if options.save:

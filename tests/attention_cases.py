@@ -70,8 +70,38 @@ def _bias(h: int, n: int, m: int) -> Tensor:
     return torch.randn(1, h, n, m)
 
 
+def _lowest(h: int, n: int, m: int) -> Tensor:
+    """As eager masks of Hugging Face are: the least number in place of -inf, for whole rows too."""
+    mask = torch.zeros(B, 1, n, m).masked_fill(torch.rand(B, 1, n, m) > 0.5, torch.finfo(torch.float32).min)
+    mask[0, :, : (n + 1) // 2] = torch.finfo(torch.float32).min
+    mask[1, :, -1] = -1e9
+    mask[1, :, -1, 0] = -math.inf
+    return mask
+
+
+def _lowest_keys(h: int, n: int, m: int) -> Tensor:
+    """Left padding by such a number, one row for all queries: causal rows have nothing else."""
+    mask = torch.zeros(B, 1, 1, m)
+    mask[1, ..., : m // 2 + 1] = torch.finfo(torch.float32).min
+    return mask
+
+
 def _closed(h: int, n: int, m: int) -> Tensor:
     return torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+
+
+def _holes(h: int, n: int, m: int) -> Tensor:
+    """Keys of the first sequence open one by one; the first two keys of the second are closed, and one later."""
+    mask = torch.ones(B, 1, 1, m, dtype=torch.bool)
+    mask[0, ..., 1::2] = False
+    mask[1, ..., :2] = False
+    mask[1, ..., 3:4] = False
+    return mask
+
+
+def _turned(h: int, n: int, m: int) -> Tensor:
+    """Dense in the queries, not in the keys."""
+    return torch.randn(h, m, n).mT
 
 
 def _columns(h: int, n: int, m: int) -> Tensor:
@@ -80,7 +110,8 @@ def _columns(h: int, n: int, m: int) -> Tensor:
 
 
 MASKS = {f.__name__.strip("_"): f for f in (
-    _none, _left, _right, _left_full, _window, _documents, _random, _floats, _bias, _closed, _columns,
+    _none, _left, _right, _left_full, _window, _documents, _random, _floats, _bias,
+    _lowest, _lowest_keys, _closed, _columns, _holes, _turned,
 )}  # fmt: skip
 
 

@@ -60,6 +60,7 @@ class Case:
             "none": lambda: None,
             "right padding": lambda: keys < lengths,  # (2, 1, 1, M)
             "left padding": lambda: keys >= self.m - lengths,  # with is_causal: rows without keys
+            "keys": lambda: keys % 3 != 1,  # (M,)
             "window": lambda: (place - keys).abs() < 3,  # (N, M)
             "documents": lambda: (place // 3 == keys // 3)[None, None],
             "not itself": lambda: ~own,
@@ -89,6 +90,7 @@ MASKS = (
     "none",
     "right padding",
     "left padding",
+    "keys",
     "window",
     "documents",
     "not itself",
@@ -111,6 +113,7 @@ CASES = [
     ),
     *(Case(causal=True, n=3, m=9, start=start, mask="right padding") for start in (0, 4, torch.tensor(4))),
     *(Case(causal=True, n=3, m=9, start=start, groups=1) for start in (0, 4, torch.tensor(6))),
+    Case(causal=True, n=1, m=9, start=4),
 ]
 
 
@@ -250,12 +253,22 @@ def test_exclusive_in_low_precision(dtype):
     assert ((out.double() * own).sum(-1) / own.norm(dim=-1)).abs().max() < 4 * eps
 
 
+def test_exclusive_takes_the_difference_in_float32():
+    q, k, v = Case(n=33, m=33, d=16, d_v=64).inputs(dtype=torch.bfloat16)
+    y, wide = scaled_dot_product_attention(q, k, v).double(), v.double()
+    exact = y - (y * wide).sum(-1, keepdim=True) / wide.square().sum(-1, keepdim=True) * wide
+    out = qk.attention.exclusive_attention(q, k, v).double()
+    assert ((out - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()  # one rounding
+
+
 def test_exclusive_under_autocast_has_the_type_that_attention_has_there():
     case = Case(causal=True)
     inputs = case.inputs(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         out = exclusive(case)(*inputs)
         assert out.dtype == scaled_dot_product_attention(*inputs).dtype
+        mixed = (inputs[0].bfloat16(), *inputs[1:])  # a rotary embedding leaves q and k of other types than v
+        assert torch.equal(exclusive(case)(*mixed), out)
     assert (out - exclusive(case)(*inputs)).abs().max() < 0.05
 
 

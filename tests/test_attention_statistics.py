@@ -124,6 +124,18 @@ def test_one_key_takes_everything_when_the_scores_are_large(largest):
         assert (found.largest - 1).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("mask", ["none", "right padding", "bias"])
+def test_rounding_leaves_the_ranges(mask):
+    """Scores of hundreds in float32: the entropy is a difference of large numbers."""
+    case = Case(n=60, m=60, mask=mask)
+    q, k, _ = case.inputs(dtype=torch.float32)
+    found = qk.attention.attention_statistics(100 * q, k, **case.options())
+    assert (found.entropy == 0).any()
+    assert found.entropy.min() >= 0
+    assert found.effective_keys.min() >= 1
+    assert found.largest.max() <= 1
+
+
 @pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("mask", ["none", "bias"])
 def test_one_number_added_to_all_scores_moves_the_log_sum_exp_alone(mask, largest):
@@ -262,3 +274,10 @@ def test_standard_attention_to_another_sequence_has_statistics_too():
         found = qk.attention.attention_statistics(q, k, largest=largest)
         weights = (q @ k.mT / math.sqrt(5)).softmax(-1)
         assert (found.entropy - torch.special.entr(weights).sum(-1)).abs().max() < 1e-13
+
+
+def test_where_a_query_stands_makes_no_difference_to_standard_bidirectional_attention():
+    q, k, _ = Case().inputs()
+    one = qk.attention.attention_statistics(q, k)
+    other = qk.attention.attention_statistics(q, k, query_start=100)
+    assert torch.equal(one.entropy, other.entropy)

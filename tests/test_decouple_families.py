@@ -234,6 +234,8 @@ class Oracle:
         scaling = d_head**-0.5 if scaling is None else scaling
         scores = torch.einsum("bhid,bhjd->bhij", query, key) * scaling
         path = self.paths.get(id(module))
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", False) if causal is None else causal
         if path in self.v:
             x = self.inputs.pop(id(module))
             if self.family.normalised:
@@ -246,7 +248,7 @@ class Oracle:
             scores = scores + kwargs["position_bias"]
         if attention_mask is not None:
             scores = scores + attention_mask
-        elif getattr(module, "is_causal", False) and path in self.v:
+        elif causal and path in self.v:
             scores = scores + torch.full((n, m), -torch.inf).triu(m - n + 1)
         return (scores.softmax(-1) @ value).transpose(1, 2), None
 

@@ -503,6 +503,28 @@ def test_compiled_equals_eager(backend: str) -> None:
             close(mine, theirs, 1e-4)
 
 
+def test_gradients_per_sample_are_those_of_single_calls() -> None:
+    m, x = attention(), inputs()
+    parameters = dict(m.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], token: Tensor) -> Tensor:
+        call = torch.func.functional_call(m, parameters, (token, token, token), {"need_weights": False})
+        out: Tensor = call[0].square().sum()
+        return out
+
+    together = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    for i, sample in enumerate(x):
+        alone = torch.autograd.grad(loss(parameters, sample), list(parameters.values()))
+        for name, value in zip(parameters, alone, strict=True):
+            close(together[name][i], value, 1e-11)
+
+
+def test_exported_equals_eager() -> None:
+    model, x = decoupled(encoder()).eval(), inputs(dtype=torch.float32)
+    exported = torch.export.export(model, (x,), {"src_key_padding_mask": PADDING}, strict=False)
+    close(exported.module()(x, src_key_padding_mask=PADDING), model(x, src_key_padding_mask=PADDING), 1e-6)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
     m, x = attention(), inputs()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from qkform.attention import decoupled_attention, parts
+from qkform.attention import decoupled_attention, fused, masks, parts, trial
 from qkform.errors import AttentionError
 from tests.attention_cases import MASKS, SHAPES, B, arguments, distance, mask_of, with_gradients
 
@@ -165,6 +165,16 @@ def test_the_self_score_keeps_its_type_and_is_computed_in_that_of_the_scores(own
             assert distance(found[:4], plain[:4]) == 0
             assert found[4].dtype == own
             assert distance(found[4:], [plain[4].to(own)]) == 0
+
+
+@pytest.mark.parametrize("mask_type", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_float_mask_may_have_any_floating_type(mask_type: torch.dtype) -> None:
+    sizes = (2, 2, 7, 7)
+    mask = mask_of("floats", sizes, mask_type)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 3e-6)):
+        flash, reference = both(arguments(sizes, dtype=dtype), attn_mask=mask)
+        assert flash[0].dtype == reference[0].dtype == dtype
+        assert distance(flash, reference) < tolerance
 
 
 # ---- laws --------------------------------------------------------------------------------------------------
@@ -483,6 +493,18 @@ def test_the_operator_keeps_torchs_rules() -> None:
                 )
 
 
+@pytest.mark.parametrize("shape", ["odd", "grouped"])
+def test_the_backwards_fake_kernel_tells_the_strides(shape: str) -> None:
+    inputs = [x.contiguous() for x in arguments(SHAPES[shape])]
+    out, lse = torch.ops.qkform.decoupled_attention.default(*inputs, None, True, 0.5, 0, None)
+    given = (torch.ones_like(out), *inputs, out, lse, None, True, 0.5, 0, None)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in given]
+        told = torch.ops.qkform.decoupled_attention_backward.default(*fake)
+    made = torch.ops.qkform.decoupled_attention_backward.default(*given)
+    assert [(x.shape, x.stride(), x.dtype) for x in told] == [(x.shape, x.stride(), x.dtype) for x in made]
+
+
 @pytest.mark.parametrize("is_causal", [False, True], ids=["two-sided", "causal"])
 @pytest.mark.parametrize("shape", ["odd", "grouped", "a step of a cache"])
 def test_compiled_is_eager(shape: str, is_causal: bool) -> None:
@@ -557,6 +579,22 @@ def test_activation_checkpointing_changes_nothing(use_reentrant: bool) -> None:
     assert distance(*found) == 0
 
 
+def test_no_mask_that_was_not_given_grows_with_the_square_of_the_length() -> None:
+    """Two-sided: one short vector, whose overlapping rows are the mask; a mask of keys: one block of queries."""
+    q = k = torch.zeros(1, 1, 5000, 1)
+    (part,) = parts.parts(q, k, None, False, 0)
+    assert part.mask is not None
+    assert part.mask.untyped_storage().size() == 4 * 9999
+    keys = torch.ones(1, 1, 1, 5000, dtype=torch.bool).expand(1, 1, 5000, 5000)
+    narrow = masks.as_floats(keys, q)
+    assert narrow is not None
+    assert narrow.shape == (1, 1, 1, 5000)
+    for causal in (False, True):
+        for part in parts.parts(q, k, narrow, causal, 0):
+            assert part.mask is not None
+            assert part.mask.untyped_storage().size() <= 4 * parts.BLOCK * 5000
+
+
 @pytest.mark.parametrize("is_causal", [False, True], ids=["two-sided", "causal"])
 def test_nothing_kept_for_the_backward_grows_with_the_square_of_the_length(is_causal: bool) -> None:
     def kept(n: int) -> int:
@@ -615,3 +653,86 @@ def test_a_device_without_kernels_is_named() -> None:
     with pytest.raises(AttentionError, match=r"'meta'.*cpu"):
         decoupled_attention(*inputs, impl="flash")
     assert decoupled_attention(*inputs).shape == (B, 2, 5, 5)
+
+
+# ---- kernels that were never seen at work ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Takes the place of the CPU's kernels, as if they were a card's that were never run."""
+
+    def use(**changes: Any) -> None:
+        kernel = fused.KERNELS["cpu"]._replace(tried=False, **changes)
+        monkeypatch.setitem(fused.KERNELS, "cpu", kernel)
+
+    trial.looked_at.cache_clear()
+    yield use
+    trial.looked_at.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_untried_kernels_that_agree_with_the_reference_are_used(untried: Any, dtype: torch.dtype) -> None:
+    untried()
+    assert trial.disagreement("cpu", dtype, 16) is None
+    decoupled_attention(*arguments((2, 2, 5, 5), dtype=dtype), impl="flash")
+
+
+def test_untried_kernels_that_differ_are_not_used(untried: Any) -> None:
+    plain = fused.KERNELS["cpu"]
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        gq, gk, gv = plain.backward(*args, **options)
+        return gq, gk * 1.01, gv
+
+    untried(backward=wrong)
+    inputs = arguments((2, 2, 5, 5))
+    with pytest.raises(AttentionError, match="differ from the reference by"):
+        decoupled_attention(*inputs, impl="flash")
+    auto, exact = (with_gradients(decoupled_attention, inputs, impl=i) for i in ("auto", "reference"))
+    assert distance(auto, exact) == 0
+
+    def failing(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    trial.looked_at.cache_clear()
+    untried(forward=failing)
+    with pytest.raises(AttentionError, match=r"fail on 37 queries .*no such kernel"):
+        decoupled_attention(*inputs, impl="flash")
+
+
+def test_the_trial_runs_while_compiling_and_inside_inference_mode(untried: Any) -> None:
+    untried()
+    torch._dynamo.reset()
+    inputs = arguments((2, 2, 5, 5))
+    compiled = torch.compile(decoupled_attention, backend="aot_eager", fullgraph=True)
+    assert distance([compiled(*inputs)], [decoupled_attention(*inputs, impl="flash")]) == 0
+    trial.looked_at.cache_clear()
+    with torch.inference_mode():
+        decoupled_attention(*inputs, impl="flash")
+
+
+def test_kernels_that_read_no_overlapping_rows_get_blocks(
+    untried: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = fused.KERNELS["cpu"]
+
+    def careful(*args: Any, mask: Tensor | None, **options: Any) -> Any:
+        assert mask is None or mask.shape[2] == 1 or mask.stride(2) >= mask.shape[3]
+        return plain.forward(*args, mask=mask, **options)
+
+    monkeypatch.setattr(parts, "REVERSE_FROM", 1)
+    monkeypatch.setattr(parts, "BLOCK", 3)
+    untried(any_strides=False, forward=careful)
+    flash, reference = both(arguments((2, 2, 7, 7)))
+    assert distance(flash, reference) < 1e-12
+
+
+CARD = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+
+
+@CARD
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("d", [8, 64, 128, 256])
+def test_a_cards_kernels_agree_with_the_reference(dtype: torch.dtype, d: int) -> None:
+    assert trial.disagreement("cuda:0", dtype, d) is None

@@ -11,7 +11,8 @@ from torch import Tensor
 from qkform.attention import reference
 from qkform.attention.checks import check
 from qkform.attention.fused import KERNELS
-from qkform.attention.operator import attend
+from qkform.attention.operator import Direct, attend, direct
+from qkform.attention.trial import disagreement
 from qkform.errors import AttentionError
 
 
@@ -45,7 +46,8 @@ def decoupled_attention(
     impl: "flash" uses fused kernels (exact, memory linear in N; raises AttentionError where they cannot be used),
     "reference" the definition, "auto" flash where it can. Flash has no second derivatives and raises for them.
 
-    Returns (B, H, N, D_v) in the type of the query.  Source: THEORY.md 5.4; `reference.decoupled` is the definition.
+    Returns (B, H, N, D_v) in the type of the query.  Source: docs/math.md#a-score-of-its-own;
+    `reference.decoupled` is the definition.
 
     >>> q = k = v = torch.ones(1, 2, 3, 4)
     >>> decoupled_attention(q, k, v, torch.zeros(1, 2, 3), is_causal=True).shape
@@ -71,8 +73,8 @@ def decoupled_attention(
         )
     place = query_start if isinstance(query_start, Tensor) else None
     start = key.shape[2] - query.shape[2] if query_start is None else 0 if place is not None else query_start
-    out, _ = attend(query, key, value, self_score, attn_mask, is_causal, scale, start, place)
-    return out
+    given = (query, key, value, self_score, attn_mask, is_causal, scale, start, place)
+    return Direct.apply(*given) if direct(*given[:5], place) else attend(*given)[0]  # type: ignore[no-any-return]
 
 
 def why_not_flash(
@@ -96,6 +98,12 @@ def why_not_flash(
         return f"value has {value.shape[-1]} features per head, and query {query.shape[-1]}"
     if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
         return "attn_mask requires a gradient"
+    kernel, d = KERNELS[query.device.type], query.shape[-1]
+    refusal = kernel.refuses(query)
+    if refusal is None and not kernel.tried:
+        refusal = disagreement(str(query.device), query.dtype, d)
+    if refusal is not None:
+        return refusal
     if torch._C._are_functorch_transforms_active():
         return "a transform of torch.func is active"
     if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):

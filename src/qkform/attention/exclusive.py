@@ -42,6 +42,7 @@ def exclusive_attention(
     n, m = query.shape[2], key.shape[2]
     if attn_mask is not None:
         check_mask(attn_mask, (*query.shape[:3], m))
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]  # fused kernels want more dimensions than one
     check_start(query_start, n, m)
     if scale is not None and scale <= 0:  # the fused kernels mask first: -inf times 0, or turned to +inf
         query, scale = scale * query, 1.0

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from qkform.attention.fused import KERNELS
-from qkform.attention.parts import Part, as_floats, closed_rows, parts
+from qkform.attention.masks import ready
+from qkform.attention.parts import Part, closed_rows, parts
 from qkform.attention.reference import score_type
 
 TOGETHER = 2**18  # numbers of one step through rows: what a core's cache holds
@@ -35,7 +36,7 @@ def forward(
     """Output (B, H, N, D) and log-sum-exp (B, H, N), +inf where a row has no key at all; D_v = D."""
     n, groups = q.shape[2], k.shape[1]
     q, k, v = dense(q), dense(k), dense(v)
-    mask = as_floats(mask, q)
+    mask = ready(mask, q, self_score, causal, start, k.shape[2])
     lse = _self_scores(self_score, q, k, mask, scale, start)
     own = by_group(v[:, :, start : start + n], groups)
     out, done = None, 0  # rows before `done` hold a value
@@ -86,7 +87,7 @@ def backward(
     """Gradients of q, k, v and self_score, the first three laid out as those of the fused kernels."""
     n = q.shape[2]
     grad, q, k, v = dense(grad), dense(q), dense(k), dense(v)
-    mask = as_floats(mask, q)
+    mask = ready(mask, q, self_score, causal, start, k.shape[2])
     p = torch.exp(_self_scores(self_score, q, k, mask, scale, start) - lse)
     own = v[:, :, start : start + n]
     grad_self = (scale * p * _slopes(grad, own, out)).to(self_score.dtype)
@@ -145,7 +146,7 @@ def _self_scores(
 
 
 def _slopes(grad: Tensor, own: Tensor, out: Tensor) -> Tensor:
-    """grad . (v_self - out) for each row, (B, H, N): some sequences at a time, so that nothing large is in between."""
+    """grad . (v_self - out) of each row, (B, H, N): a few sequences at a time, so that what is in between is small."""
     wide, groups = score_type(grad), own.shape[1]
     slopes = grad.new_empty(grad.shape[:-1], dtype=wide)
     together = max(1, TOGETHER // max(1, grad[:1].numel()))

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qkform.attention.fused import KERNELS
+
 REVERSE_FROM = 640  # keys; below, a mask of N x M in memory is cheaper than reversing (measured on CPU)
 BLOCK = 1024  # queries that share a copy of a mask of keys
 
@@ -50,11 +52,12 @@ def _two_sided(q: Tensor, k: Tensor, mask: Tensor | None, start: int) -> Iterato
         hidden = q.new_zeros(n, m)
         hidden.diagonal(start).fill_(-math.inf)
         yield Part((0, n), (0, m), hidden[None, None])
-    elif mask is None:
+    elif mask is None and KERNELS[q.device.type].any_strides:
         line = q.new_zeros(n + m - 1)
         line[m - 1 - start] = -math.inf
         yield Part((0, n), (0, m), line.as_strided((1, 1, n, m), (0, 0, 1, 1)), reverse=True)
     else:
+        mask = q.new_zeros(1, 1, 1, 1) if mask is None else mask
         block = n if mask.shape[2] > 1 else min(n, BLOCK)
         own = mask.expand(-1, -1, n, m).diagonal(start, -2, -1)  # (b, h, n)
         copy = mask.expand(-1, -1, block, m).clone(memory_format=torch.contiguous_format)
@@ -87,20 +90,3 @@ def closed_rows(part: Part) -> Tensor:
         return ~reached[:, :, 0, :rows]
     places = torch.arange(keys, device=open_.device)
     return ~(open_ & (places <= places[:rows, None])).any(-1)
-
-
-def as_floats(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """The mask in 4 dimensions as the kernels want it: added floats, no repeated rows, the last dimension dense."""
-    if mask is None:
-        return None
-    mask = mask[(None,) * (4 - mask.dim())]
-    for dim in range(4):
-        if mask.stride(dim) == 0:
-            mask = mask.narrow(dim, 0, 1)  # an expanded dimension
-    if mask.dtype == torch.bool:
-        zero = torch.zeros((), dtype=like.dtype, device=mask.device)
-        mask = torch.where(mask, zero, -math.inf)
-    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-    if mask.dtype != like.dtype and mask.dtype != wide:
-        mask = mask.to(wide)
-    return mask.contiguous() if mask.shape[3] > 1 and mask.stride(3) != 1 else mask

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from qkform.attention.masks import tops
+
 
 def decoupled(
     query: Tensor,
@@ -64,8 +66,8 @@ def decoupled_weights(
     if is_causal:
         allowed = allowed & (keys <= place[:, None])
     if attn_mask is not None and attn_mask.dtype != torch.bool:
-        scores = scores + attn_mask
         allowed = allowed & (attn_mask > -math.inf)
+        scores = scores + (attn_mask - tops(attn_mask, allowed))
     elif attn_mask is not None:
         allowed = allowed & attn_mask
     weights = torch.softmax(scores.masked_fill(~allowed, -math.inf), -1)

@@ -42,13 +42,16 @@ def decouple_(
 
     The change is recorded in `model.config.qkform` (see `record`). SurgeryError, with the model as it was: no attention
     was found, none that is self-attention, decoupled before, or an attention that cannot be changed.
-    UserWarning where the model has attention dropout: those calls take the reference, which keeps N x N weights.
+    UserWarning where the model has attention dropout: those calls take the reference, which keeps N x N weights. And
+    where it has attentions whose weights no single parameter holds: those stay as they are.
 
     >>> decouple_(model)                                        # doctest: +SKIP
     >>> model.encoder.layer[0].attention.self.self_score.v      # doctest: +SKIP
     """
     if init not in get_args(Init):
         raise SurgeryError(f"init={init!r} is none of {', '.join(get_args(Init))}")
+    if batch is not None and init != "fit":
+        raise SurgeryError(f'batch is for init="fit", and init is {init!r}')
     _refuse_changed(model)
     found = self_sites(model)
     scores = _attach(found)
@@ -67,6 +70,7 @@ def decouple_(
         **facts,
     )
     _warn_of_dropout(found)
+    _warn_of_others(model, found)
     return model
 
 
@@ -204,3 +208,16 @@ def _warn_of_dropout(found: Sequence[Site]) -> None:
                     stacklevel=3,
                 )
                 return
+
+
+def _warn_of_others(model: Any, found: Sequence[Site]) -> None:
+    """Attentions beside those that were changed, whose kind is not known: a model that is decoupled in part."""
+    from qkform.surgery.huggingface import uses_interface
+
+    modules = found[0].live.tree.modules
+    changed = {site.path for site in found}
+    for each in sites.find(model).skipped:
+        module = modules.get(each["module"])
+        if each["module"] not in changed and module is not None and uses_interface(module):
+            warnings.warn(f"{each['module']} stays as it is: {each['reason']}", UserWarning, stacklevel=3)
+            return

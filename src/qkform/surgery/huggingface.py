@@ -54,10 +54,10 @@ def switch_on(site: Site, kind: str) -> None:
     """The module's attention is from now on of this kind, see `interface.attention`."""
     module = site.module
     interface.register()
-    setattr(module, SWITCH, Switch(kind, _before(site)))
-    module.config._attn_implementation_internal = (
-        NAME  # the property would set those of parts of the model too
-    )
+    # Modules share a config: all but its first remember NAME, and what the first remembers is given back first.
+    setattr(module, SWITCH, Switch(kind, module.config._attn_implementation))
+    # Not by the property, which would set that of the config's parts too.
+    module.config._attn_implementation_internal = NAME
     module.register_forward_pre_hook(_begin, with_kwargs=True)
     module.register_forward_hook(_end, always_call=True)
 
@@ -77,16 +77,6 @@ def switched(module: Any) -> str | None:
     """The kind of attention that a module was switched to; None for a module as its model made it."""
     switch = getattr(module, SWITCH, None)
     return None if switch is None else str(switch.kind)
-
-
-def _before(site: Site) -> str | None:
-    """The implementation that the module's config named before surgery; modules share configs."""
-    config = site.module.config
-    named: str | None = config._attn_implementation
-    if named != NAME:
-        return named
-    known = (vars(m).get(SWITCH) for m in site.live.root.modules() if vars(m).get("config") is config)
-    return next((switch.before for switch in known if switch is not None), "sdpa")
 
 
 def _read(projection: nn.Module, args: tuple[Any, ...]) -> None:
@@ -127,13 +117,15 @@ def _start(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
     cache = next((given for given in (*kwargs.values(), *args) if isinstance(given, Cache)), None)
     layer = getattr(module, "layer_idx", None)
-    if cache is None or layer is None or not cache.is_compileable:
+    if cache is None or layer is None:
         return None
-    x = next(given for given in (*args, *kwargs.values()) if isinstance(given, Tensor))
+    kept = getattr(cache, "self_attention_cache", cache).layers
+    if layer >= len(kept) or not kept[layer].is_compileable:
+        return None  # a cache that grows: what it hands over ends with the tokens
+    x = kwargs.get("hidden_states")
+    x = next(given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)) if x is None else x
     _, first = cache.get_mask_sizes(x.shape[1], layer)
-    seen = (
-        cache.get_query_offset(layer) if hasattr(cache, "get_query_offset") else cache.get_seq_length(layer)
-    )
+    seen = getattr(cache, "get_query_offset", cache.get_seq_length)(layer)
     place: Tensor | int = seen - first  # a new tensor: the cache's own counts on during the call
     return place
 
@@ -156,7 +148,7 @@ def _problem(site: Site) -> str | None:
             f"a {kind} adds up several query-key terms, of which no single one is the score of a token with itself; "
             "choose a model with one term, or decouple a part of this one"
         )
-    if not hasattr(getattr(module, "config", None), "_attn_implementation") or not _uses_interface(module):
+    if not hasattr(getattr(module, "config", None), "_attn_implementation") or not uses_interface(module):
         return (
             f"a {kind} does not call its attention through transformers' AttentionInterface, so that its scores "
             "cannot be changed; change the part of the model that does, or use nn.MultiheadAttention"
@@ -181,7 +173,8 @@ def _problem(site: Site) -> str | None:
     return None
 
 
-def _uses_interface(module: Any) -> bool:
+def uses_interface(module: Any) -> bool:
+    """Whether the code of a module asks transformers for its attention function."""
     return "ALL_ATTENTION_FUNCTIONS" in set(_names(module))
 
 

@@ -135,17 +135,11 @@ def _changed(
     position_bias: Tensor | None,
 ) -> Callable[[Tensor, float], Tensor]:
     """A changed attention of these queries and keys: (value, dropout) -> (B, H, N, D_v)."""
-    n, m = query.shape[2], key.shape[2]
     start = getattr(module, SWITCH).start
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(causal) and mask is None and n > 1
-    used = m
-    if causal and start is not None:
-        # A cache of fixed size that is filled for the first time: transformers leaves the mask out for n queries
-        # over m keys only where the queries are the first n of them. See sdpa_attention_forward.
-        used, start = n, None
-        key = key[:, :, :n]
-        position_bias = None if position_bias is None else position_bias[..., :n]
+    # As sdpa_attention_forward reads a missing mask: one query sees every key. Several over more keys are the first
+    # tokens in a cache of fixed size, and stand at `start`.
+    causal = bool(causal) and mask is None and query.shape[2] > 1
     if position_bias is not None:
         mask = _with_bias(position_bias, mask)
     if kind == "decoupled":
@@ -157,7 +151,7 @@ def _changed(
         return function(
             query,
             key,
-            value[:, :, :used],
+            value,
             attn_mask=mask,
             dropout_p=dropout,
             is_causal=causal,
@@ -180,8 +174,9 @@ def _own_score(module: Any, query: Tensor, scaling: float | None) -> Tensor:
     batch, heads, n, _ = query.shape
     if score.shape[0] != batch or score.shape[1:] != (heads, n):
         raise SurgeryError(
-            f"the query projection of a {type(module).__name__} saw {tuple(score.shape[::2])} (batch, tokens) and its "
-            f"attention is of {(batch, n)}: it cuts its tokens into windows, which decouple_ does not know"
+            f"the self score of a {type(module).__name__} is of {tuple(score.shape)}, and its attention of "
+            f"{(batch, heads, n)} (batch, heads, tokens): heads were pruned after decouple_, or the module cuts its "
+            "tokens into windows, which decouple_ does not know"
         )
     factor = prescale(module, scaling)
     return score if factor is None else score * factor

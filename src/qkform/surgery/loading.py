@@ -49,9 +49,8 @@ class _Restored:
     """One loading: the class that restores while transformers builds the model, and what came of it."""
 
     def __init__(self) -> None:
-        self.added: list[
-            set[str]
-        ] = []  # per model that was built: names of the parameters that restoring gave it
+        # Names of the parameters that restoring gave, per model that was built: the last one is the outermost.
+        self.added: list[set[str]] = []
         self.classes: dict[type, type] = {}  # class of a model -> the one that restores
 
     def kind(self, model_class: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -38,7 +40,8 @@ class SelfScore(nn.Module):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
         """(B, N, d_model) -> (B, n_heads, N), in float32, in float64 for float64 x; autocast does not lower it."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        with torch.autocast(x.device.type, enabled=False):
+        autocast = torch.amp.is_autocast_available(x.device.type)
+        with torch.autocast(x.device.type, enabled=False) if autocast else nullcontext():
             squares = self.squares(x.to(wide))
             return (squares @ self.v.to(wide).mT).mT.contiguous()  # (B, N, d) (d, H) -> (B, H, N)
 

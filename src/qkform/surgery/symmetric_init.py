@@ -17,7 +17,7 @@ from qkform.sites.parameters import is_module, unwrapped
 from qkform.surgery import record
 from qkform.surgery.arms import ARMS
 from qkform.surgery.rebuilt import REBUILT
-from qkform.surgery.start import Plan, Start, planned
+from qkform.surgery.symmetric_start import Plan, Start, planned
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from qkform.dynamics.one_layer.matrices import Matrices
+from qkform.dynamics.one_layer.matrices import Matrices, off_ray
 from qkform.dynamics.one_layer.needs import scipy
 from qkform.dynamics.one_layer.points import Array, EndPoint, Simulation, end_point
 from qkform.errors import DynamicsError
@@ -50,13 +50,13 @@ def descend(flow: Flow, ratio: float, loss: float, optimizer: Optimizer, lr: flo
     _check(flow)
     flow.slope(ratio)
     flow.goal.margin_at(loss, flow.classes)
-    if optimizer not in _STEPS:
-        raise DynamicsError(f"optimizer is {optimizer!r}; known: {', '.join(_STEPS)}")
+    if optimizer not in STEPS:
+        raise DynamicsError(f"optimizer is {optimizer!r}; known: {', '.join(STEPS)}")
     if not 0 < lr < math.inf:
         raise DynamicsError(f"lr is {lr}; it is above 0")
     model = Matrices(flow.task, flow.objective, one_hot=True)
     w_qk, w_ov = np.zeros((model.d, model.d)), np.zeros((model.d, model.d))
-    of_qk, of_ov = _STEPS[optimizer](), _STEPS[optimizer]()
+    of_qk, of_ov = STEPS[optimizer](), STEPS[optimizer]()
     places = [(0.0, 0.0, 0.0)]
     for step in range(_LONGEST):
         now, g_qk, g_ov = model.gradients(w_qk, w_ov)
@@ -75,8 +75,8 @@ def descend(flow: Flow, ratio: float, loss: float, optimizer: Optimizer, lr: flo
         sharpness=float(sharp.mean()),
         entropy=float(entropy.mean()),
         loss=now,
-        off_ray_qk=_off(w_qk, float(gaps[-1]) / flow.task.score_scale * model.ray_qk),
-        off_ray_ov=_off(w_ov, float(gains[-1]) * model.ray_ov),
+        off_ray_qk=off_ray(w_qk, float(gaps[-1]) / flow.task.score_scale * model.ray_qk),
+        off_ray_ov=off_ray(w_ov, float(gains[-1]) * model.ray_ov),
         line_drift=math.nan,
         balance_drift=0.0,
         unlike=float(np.ptp(sharp)),
@@ -93,10 +93,6 @@ def _check(flow: Flow) -> None:
             "steps by entry follow a line for collapsed circuits from 0 alone; this flow is "
             f"{flow.attention} / {flow.output} from {flow.first}"
         )
-
-
-def _off(matrix: Array, ray: Array) -> float:
-    return float(np.linalg.norm(matrix - ray) / (np.linalg.norm(matrix) or 1.0))
 
 
 def _sign() -> Callable[[Array], Array]:
@@ -116,7 +112,7 @@ def _adam(first: float = 0.9, second: float = 0.999, epsilon: float = 1e-8) -> C
     return step
 
 
-_STEPS: dict[str, Callable[[], Callable[[Array], Array]]] = {
+STEPS: dict[str, Callable[[], Callable[[Array], Array]]] = {
     "sgd": lambda: lambda gradient: gradient,
     "sign": _sign,
     "adam": _adam,

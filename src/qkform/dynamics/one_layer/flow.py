@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from qkform.dynamics.one_layer.circuits import KINDS, Circuit, circuit
+from qkform.dynamics.one_layer.checks import SMALL, check
+from qkform.dynamics.one_layer.circuits import Circuit, circuit
 from qkform.dynamics.one_layer.needs import scipy
 from qkform.dynamics.one_layer.objectives import OBJECTIVES, Objective
 from qkform.dynamics.one_layer.points import Array, Course, EndPoint, Simulation, end_point
@@ -26,8 +27,8 @@ from qkform.errors import DynamicsError
 
 if TYPE_CHECKING:
     from qkform.dynamics.one_layer.descent import Optimizer
+    from qkform.flows import FlowTable
 
-SMALL = 0.01  # where factorized circuits start unless told: from 0 they never move
 _HIGHEST = 600.0  # of a gap: not far beyond, e^a is no number any more
 
 
@@ -59,24 +60,7 @@ class Flow:
     imbalance: float | tuple[float, float] = 0.0
 
     def __post_init__(self) -> None:
-        for name, known in (("attention", KINDS), ("output", KINDS), ("objective", OBJECTIVES)):
-            value = getattr(self, name)
-            if value not in known:
-                raise DynamicsError(f"{name} is {value!r}; known: {', '.join(known)}")
-        self.task  # noqa: B018  wrong sizes are said here
-        for side, at, tilt in zip(("attention", "output"), self.first, self.tilts, strict=True):
-            kind = getattr(self, side)
-            if not 0 <= at < math.inf:
-                raise DynamicsError(f"start is {at} for the {side} circuit; it is 0 or above")
-            if not math.isfinite(tilt) or (tilt and kind == "collapsed"):
-                raise DynamicsError(
-                    f"imbalance is {tilt} for the {kind} {side} circuit; factorized circuits have one, a finite number"
-                )
-            if kind == "factorized" and at == 0 and tilt == 0:
-                raise DynamicsError(
-                    f"the factorized {side} circuit starts at 0 and never moves: each factor's gradient is a product "
-                    f"with the other; start above 0, for example start={SMALL}"
-                )
+        check(self)
 
     # ---- the model -------------------------------------------------------------------------------------------------
 
@@ -121,8 +105,9 @@ class Flow:
         """Whether the closed forms are exact.
 
         They are not for factorized attention with class-specific queries and finitely many common tokens, whose ray
-        has unequal singular values: there FAFO sharpness at loss 0.1 (6 classes) is .0835 .0839 .1084 .3190 .8972
-        for ratios 1/16 to 16, against .0835 .0840 .1162 .3582 .9385 simulated (empirical).
+        has unequal singular values: there sharpness at loss 0.1 (both factorized, 6 classes, 12 common tokens, 11
+        distractors, one query each) is .0845 .0874 .1407 .4123 .9412 for ratios 1/16 to 16, against .0845 .0879 .1502
+        .4526 .9599 simulated (empirical).
         """
         return self.attention == "collapsed" or self.task.flat
 
@@ -291,13 +276,19 @@ class Flow:
 
         return frozen(self, times)
 
+    def table(self, ratios: Sequence[float], loss: float, *, simulated: bool = True) -> FlowTable:
+        """End points over ratios as a record (`qkform.flows`), simulated ones beside them unless told not to."""
+        from qkform.dynamics.one_layer.tables import table
+
+        return table(self, ratios, loss, simulated=simulated)
+
     # ---- optimizers that work entry by entry -------------------------------------------------------------------------
 
     def sign_descent(self, ratio: float, loss: float) -> EndPoint:
         """Where sign descent ends: on the line gap = scale · ratio · gain, whatever the task's k (exact).
 
         For collapsed circuits from 0 with one-hot embeddings and full batches. Adam follows it roughly (empirical, of
-        the default task at cross-entropy 0.1: gap / (scale · ratio · gain) is 1.16, 1.23, 1.28, 1.13, 0.63 for ratios
+        the default task at cross-entropy 0.1: gap / (scale · ratio · gain) is 1.17, 1.23, 1.28, 1.13, 0.63 for ratios
         1/16 to 16, learning rate 1e-3); sharpness rises with the ratio under both.
         """
         from qkform.dynamics.one_layer.descent import sign_descent

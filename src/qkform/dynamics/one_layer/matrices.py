@@ -116,6 +116,11 @@ class Matrices:
         return weights[:, : self.task.class_tokens].sum(1), entropy
 
 
+def off_ray(matrix: Array, on_ray: Array) -> float:
+    """The share of ‖matrix‖ that is not its part on the ray."""
+    return float(np.linalg.norm(matrix - on_ray) / (np.linalg.norm(matrix) or 1.0))
+
+
 def _sequences(task: Task) -> tuple[Array, Array, Array]:
     """How often each key token is in each sequence, the sequence's label, and which query token closes it."""
     common = int(task.common)

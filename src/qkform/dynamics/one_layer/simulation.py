@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qkform.dynamics.one_layer.matrices import Matrices
+from qkform.dynamics.one_layer.matrices import Matrices, off_ray
 from qkform.dynamics.one_layer.needs import scipy
 from qkform.dynamics.one_layer.points import Array, Simulation
 from qkform.errors import DynamicsError
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from qkform.dynamics.one_layer.flow import Flow
 
 _POINTS = 60  # of a run that are measured
-_LONGEST = 400_000  # evaluations of the gradient
+_LONGEST = 100_000  # evaluations of the gradient
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,10 @@ def simulate(
     slope = flow.slope(ratio)
     if not 0 < factor_ratio < math.inf:
         raise DynamicsError(f"factor_ratio is {factor_ratio}; it is a learning rate over another, above 0")
+    if noise is not None and not 0 < noise < math.inf:
+        raise DynamicsError(f"noise is {noise}; it is a standard deviation, above 0")
+    if not 1e-13 <= rtol <= 1e-2:
+        raise DynamicsError(f"rtol is {rtol}; it is from 1e-13 to 0.01")
     flow.goal.margin_at(loss, flow.classes)
     model = Matrices(flow.task, flow.objective, seed=seed)
     rng = np.random.default_rng([seed, 1])
@@ -179,7 +183,7 @@ def _measured(
         second = ov.filled(rest)[0]
         gap, gain = model.gap(first.matrix), model.gain(second.matrix)
         ray_qk, ray_ov = gap / flow.task.score_scale * model.ray_qk, gain * model.ray_ov
-        places.append((gap, gain, _off(first.matrix, ray_qk), _off(second.matrix, ray_ov)))
+        places.append((gap, gain, off_ray(first.matrix, ray_qk), off_ray(second.matrix, ray_ov)))
         for now, then in ((first, qk), (second, ov)):
             tilted = max(tilted, float(np.abs(now.balance()[0] - then.balance()[0]).max()) / now.balance()[1])
     gaps, gains, off_qk, off_ov = np.array(places).T
@@ -200,11 +204,6 @@ def _measured(
         gaps=gaps,
         gains=gains,
     )
-
-
-def _off(matrix: Array, ray: Array) -> float:
-    size = float(np.linalg.norm(matrix))
-    return float(np.linalg.norm(matrix - ray)) / size if size else 0.0
 
 
 def _drift(flow: Flow, slope: float, gaps: Array, gains: Array) -> float:

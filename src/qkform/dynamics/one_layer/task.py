@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from qkform.dynamics.one_layer.needs import scipy
@@ -127,7 +128,8 @@ class Task:
 
 
 def _whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or value != value or value in (math.inf, -math.inf) or int(value) != value:
+    whole = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    if not whole or int(value) != value:
         more = " or inf" if name == "common" else ""
         raise DynamicsError(f"{name} is {value!r}; it is a whole number{more}, {least} or more")
     if value < least:
