@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from qkform import sites, surgery
 from qkform.dynamics import Decomposition, decompose
@@ -612,6 +613,19 @@ def test_checkpointed_models_have_the_same_gamma() -> None:
     model.train()
     for layer, other in zip(decompose(model, batch), expected, strict=True):
         assert torch.equal(layer.gamma, other.gamma)
+
+
+def test_a_forward_pass_that_checkpoints_repeat_counts_once() -> None:
+    class Checkpointed(Masked):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(6, 2, batch_first=True).double()
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    (expected,) = decompose(Masked(attention), {"x": x}, loss_fn=lambda y: (y**3).sum())
+    (found,) = decompose(Checkpointed(attention), {"x": x}, loss_fn=lambda y: (y**3).sum())
+    close(found.gamma, expected.gamma, 1e-14)
 
 
 # ---- which attentions, and what is refused -----------------------------------------------------------------

@@ -35,6 +35,7 @@ class Watched:
     outputs: list[Tensor] = field(default_factory=list)
     grads: list[Callable[[Tensor], Tensor]] = field(default_factory=list)  # dL/doutput -> (B, H, N, D_v)
     x: Tensor | None = None  # what the projections of the call in progress read
+    over: bool = False  # the forward pass is: what is computed once more, for checkpoints, is no call
 
     def add(self, call: Call, output: Tensor, grad: Callable[[Tensor], Tensor]) -> Tensor:
         """Note a call without its gradient; the output to go on with, which the loss will depend on."""
@@ -70,8 +71,10 @@ def capture(
         stack.enter_context(_eval(root))
         for kind, those in _by_kind(watched).items():
             stack.enter_context(kind(root, those))
-        loss = _loss(root(**batch), loss_fn)
-        _finish(watched, loss)
+        output = root(**batch)
+        for each in watched:
+            each.over = True
+        _finish(watched, _loss(output, loss_fn))
     ran = [each for each in watched if each.calls]
     if not ran:
         raise DynamicsError(

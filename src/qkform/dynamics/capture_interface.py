@@ -41,7 +41,7 @@ def watching(root: Any, watched: Sequence[Watched]) -> Iterator[None]:
     touched, hooks = [], []
     try:
         for module in root.modules():
-            config = vars(module).get("config")
+            config = getattr(module, "config", None)
             if id(config) in configs:
                 vars(module)[WATCH] = (_inner(before[id(config)]), by_module.get(id(module)))
                 touched.append(module)
@@ -103,6 +103,8 @@ def _inner(name: str | None) -> Callable[..., Any]:
 def _read(each: Watched, projection: nn.Module, args: tuple[Any, ...]) -> None:
     """Before a projection runs: what it is about to see."""
     x = args[0]
+    if each.over:
+        return
     if each.x is not None and each.x is not x and not torch.equal(each.x, x):
         raise DynamicsError(
             f"{each.path}: its queries and keys are made from different inputs; there is no one x"
@@ -132,7 +134,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """As transformers calls it: (B, H, N, D) -> (B, N, H, D_v); the call is noted on the way."""
     inner, each = vars(module)[WATCH]
-    if each is not None:
+    if each is not None and not each.over:
         x, each.x = each.x, None
         x = _checked(each, x, query, key, attention_mask, others)
     if position_bias is not None:
@@ -148,7 +150,7 @@ def _attention(
         is_causal=is_causal,
         **others,
     )
-    if each is None:
+    if each is None or each.over:
         return out, weights
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     factor = _prescale(module, scaling)
@@ -157,7 +159,7 @@ def _attention(
     switch = getattr(module, SWITCH, None)
     call = Call(
         x=x.detach(),
-        query=query.detach() / factor,
+        query=query.detach() if factor == 1.0 else query.detach() / factor,
         key=key.detach(),
         value=value.detach(),
         grad=out.detach(),  # until there is one

@@ -56,6 +56,8 @@ _ARGUMENTS = (
 
 def _see(each: Watched, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """After a call: what was given and what came out."""
+    if each.over:
+        return output
     given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
     x = given["query"]
     for name in ("key", "value"):
