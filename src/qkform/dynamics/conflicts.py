@@ -172,15 +172,18 @@ def _parts(calls: Sequence[Call], dtype: torch.dtype | None) -> tuple[Tensor, Te
 
 
 def _permuted(calls: Sequence[Call], dtype: torch.dtype | None, generator: torch.Generator) -> Tensor:
-    """O with each row's off-diagonal beta permuted over the other keys that are open to it."""
+    """O with each row's off-diagonal beta permuted over the other keys that are open to it.
+
+    Heads with the same mask are permuted alike: each by itself has the law of the null, at the cost of one sort.
+    """
     total = _zeros(calls)
     for block in (block for call in calls for block in call.blocks(dtype)):
-        others = block.others().expand_as(block.beta)
-        off = block.beta.masked_fill(~others, 0.0)
-        draws = torch.rand(off.shape, generator=generator, device=off.device, dtype=torch.float32)
-        shuffled = draws.masked_fill(~others, 2.0).argsort(-1)  # the other open keys first, in random order
-        natural = (~others).to(torch.int8).argsort(dim=-1, stable=True)
-        permuted = torch.zeros_like(off).scatter(-1, shuffled, off.gather(-1, natural))
+        others = block.others().expand(len(block.x), -1, -1, -1)  # (b, 1 or H, R, N)
+        draws = torch.rand(others.shape, generator=generator, device=others.device, dtype=torch.float32)
+        shuffled = draws.masked_fill_(~others, 2.0).argsort(-1)  # the other open keys first, in random order
+        rank = others.cumsum(-1).sub_(1).clamp_(min=0)  # an open key's place among them
+        source = shuffled.gather(-1, rank).expand_as(block.beta)
+        permuted = block.beta.gather(-1, source).masked_fill_(~others, 0.0)
         total = total + _product(block, permuted @ block.x[:, None])
     return total
 
