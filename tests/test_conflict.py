@@ -26,7 +26,7 @@ def call(
     batch, heads, n, _ = slopes.shape
     zeros = x.new_zeros(batch, heads, n, 2)
     unit = torch.eye(n, dtype=x.dtype).expand(batch, heads, n, n)
-    return Call(x, zeros, zeros, unit, slopes, mask, causal, 0.5, kind=kind)
+    return Call(x, zeros, zeros, unit, mask, causal, 0.5, kind=kind, grad=slopes)
 
 
 def measured(given: Call | list[Call], permutations: int = 0, seed: int = 0) -> Conflict:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qkform import sites, surgery
 from qkform.dynamics import Decomposition, decompose
+from qkform.dynamics.capture import observe
 from qkform.errors import DynamicsError, SourceError
 from tests import test_decouple_families as families_
 from tests import truth
@@ -354,6 +355,26 @@ class Masked(nn.Module):  # type: ignore[misc]
         return self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
 
 
+@families
+def test_the_weights_are_those_that_the_model_computes(family: families_.Family) -> None:
+    model = families_.built(family).double()
+    batch = double(families_.inputs(family))
+    before = state_of(model)
+    found = observe(model, batch)
+    assert same(state_of(model), before)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        output = model(**batch, output_attentions=True)
+    both = [output.get(name) for name in ("attentions", "encoder_attentions", "decoder_attentions")]
+    expected = [weights for given in both if given for weights in given]
+    assert len(found) == len(expected)
+    for each, weights in zip(found, expected, strict=True):
+        ((_, _, seen, open_),) = each.calls[0].weights()
+        assert (seen - weights).abs().max() <= 1e-6
+        assert not seen.masked_select(~open_).any()
+        assert (seen.sum(-1) - 1).abs().max() <= 1e-12
+
+
 # ---- other scores ------------------------------------------------------------------------------------------
 
 
@@ -421,6 +442,31 @@ def test_circuits_as_parameters_have_gamma_as_their_gradient(qk: Any, ov: Any) -
         whole = layer.extended().mT @ torch.cat([attention.W_Q, attention.b_Q[:, None]], 1)
         close(whole[:, :-1], attention.W_K.grad)
     assert not layer.beta.masked_select(torch.ones(5, 5, dtype=torch.bool).triu(1)).any()
+
+
+@pytest.mark.parametrize("circuit", ["collapsed", "factorized"])
+def test_a_mask_for_every_head_of_a_circuit(circuit: Any) -> None:
+    attention = surgery.CircuitAttention(6, 2, qk=circuit, d_head=3).double()
+    model, x = Own(attention), torch.randn(2, 4, 6, dtype=torch.float64)
+    closed = torch.rand(2, 2, 4, 4) < 0.4
+    closed[..., 0] = False
+    found = [
+        decompose(model, {"x": x, "mask": mask}, loss_fn=lambda y: (y**3).sum(), beta=True)[0].beta
+        for mask in (closed, closed.flatten(0, 1))
+    ]
+    assert torch.equal(*found)
+    assert not found[0].masked_select(closed).any()
+
+
+class Own(nn.Module):  # type: ignore[misc]
+    """One attention with the mask that is given."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.attention(x, attn_mask=mask)[0]
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "heads"])

@@ -55,28 +55,41 @@ class Call:
     query: Tensor  # (B, H, N, D), rotated and normed as the model does, before any scale
     key: Tensor  # (B, G, N, D)
     value: Tensor  # (B, G, N, D_v)
-    grad: Tensor  # (B, H, N, D_v): dL/do
     mask: Tensor | None  # broadcasting to (B, H, N, N); bool with True for open, or added to the scores
     causal: bool
     scale: float
     own: Tensor | None = None  # (B, H, N), in units of q . k
     kind: str = "standard"
+    grad: Tensor | None = None  # (B, H, N, D_v): dL/do, where the loss was taken back
 
     def blocks(self, dtype: torch.dtype | None = None) -> Iterator[Block]:
         """beta, block by block; computed in float32 at least, or in `dtype`."""
-        wide = dtype or torch.promote_types(self.query.dtype, torch.float32)
+        wide = self._wide(dtype)
+        for some, rows in self._parts():
+            yield self._block(some, rows, wide)
+
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """Sequences, rows, A (b, H, R, N) and which pairs are open, broadcasting to it: block by block."""
+        wide = self._wide(dtype)
+        for some, rows in self._parts():
+            yield some, rows, *self._weights(some, rows, wide)
+
+    def _wide(self, dtype: torch.dtype | None) -> torch.dtype:
+        return dtype or torch.promote_types(self.query.dtype, torch.float32)
+
+    def _parts(self) -> Iterator[tuple[slice, slice]]:
+        """Sequences and rows of which not too many scores are made at once."""
         batch, heads, n, _ = self.query.shape
         together = max(1, TOGETHER // max(1, heads * n * n))
         step = n if heads * n * n <= TOGETHER else max(1, TOGETHER // (heads * n))
         for first in range(0, batch, together):
-            some = slice(first, min(first + together, batch))
             for start in range(0, n, step):
-                yield self._block(some, slice(start, min(start + step, n)), wide)
+                yield slice(first, min(first + together, batch)), slice(start, min(start + step, n))
 
-    def _block(self, some: slice, rows: slice, wide: torch.dtype) -> Block:
+    def _weights(self, some: slice, rows: slice, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A (b, H, R, N), 0 where a pair is closed, and which are open, broadcasting to it."""
         heads, n = self.query.shape[1:3]
-        q, g = (t[some, :, rows].to(wide) for t in (self.query, self.grad))  # (b, H, R, D), (b, H, R, D_v)
-        k, v = (t[some].to(wide).repeat_interleave(heads // t.shape[1], 1) for t in (self.key, self.value))
+        q, k = self.query[some, :, rows].to(wide), _for_heads(self.key[some].to(wide), heads)
         place = torch.arange(n, device=q.device)
         diagonal = place[rows, None] == place  # (R, N)
         scores = self.scale * (q @ k.mT)  # (b, H, R, N)
@@ -93,10 +106,15 @@ class Call:
         elif mask is not None:
             allowed = allowed & (mask > torch.finfo(mask.dtype).min / 2)
             scores = scores + mask.to(wide)
+        weights = torch.softmax(scores.masked_fill(~allowed, -torch.inf), -1)
+        return torch.where(allowed, weights, 0.0), allowed  # 0 also in a row without any key
+
+    def _block(self, some: slice, rows: slice, wide: torch.dtype) -> Block:
+        assert self.grad is not None  # of a call whose loss was taken back
+        weights, allowed = self._weights(some, rows, wide)
+        g, v = self.grad[some, :, rows].to(wide), _for_heads(self.value[some].to(wide), self.query.shape[1])
         if self.kind == "exclusive":
             g = _without(g, v[:, :, rows])
-        weights = torch.softmax(scores.masked_fill(~allowed, -torch.inf), -1)
-        weights = torch.where(allowed, weights, 0.0)  # also for a row without any key
         slopes = g @ v.mT  # (b, H, R, N): dL/dA
         centred = slopes - (weights * slopes).sum(-1, keepdim=True)
         beta = torch.where(allowed, self.scale * weights * centred, 0.0)
@@ -110,6 +128,11 @@ class Call:
         mask = mask[(None,) * (4 - mask.dim())]
         mask = mask[some] if mask.shape[0] > 1 else mask
         return mask[:, :, rows] if mask.shape[2] > 1 else mask
+
+
+def _for_heads(x: Tensor, heads: int) -> Tensor:
+    """Keys or values (b, G, N, D) for every head that reads them, (b, H, N, D)."""
+    return x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _without(g: Tensor, v: Tensor) -> Tensor:

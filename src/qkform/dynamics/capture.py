@@ -58,6 +58,27 @@ def capture(
     DynamicsError for a batch that gives no loss, a model without self-attention, and one whose scores are not those
     of a query-key form on tokens.
     """
+    with _watching(model, batch, modules) as (root, watched), torch.enable_grad():
+        output = root(**batch)
+        for each in watched:
+            each.over = True
+        _finish(watched, _loss(output, loss_fn))
+    return _ran(watched)
+
+
+def observe(model: Any, batch: Mapping[str, Any], modules: Sequence[str] | None = None) -> list[Watched]:
+    """The same without a loss, and without the way back: calls have their weights and no gradient."""
+    with _watching(model, batch, modules) as (root, watched), torch.no_grad():
+        root(**batch)
+    for each in watched:
+        each.outputs.clear()
+        each.grads.clear()
+    return _ran(watched)
+
+
+@contextmanager
+def _watching(model: Any, batch: Any, modules: Sequence[str] | None) -> Iterator[tuple[Any, list[Watched]]]:
+    """The model, wrappers left out, while its self-attentions are watched; afterwards it is as it was."""
     if not isinstance(batch, Mapping):
         raise DynamicsError(
             f"batch is a {type(batch).__name__}; it is a mapping: the keyword arguments of one call of the model"
@@ -66,21 +87,20 @@ def capture(
     root, watched = live.root, _chosen(live, modules)
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng(_devices(root)))
         stack.enter_context(_eval(root))
         for kind, those in _by_kind(watched).items():
             stack.enter_context(kind(root, those))
-        output = root(**batch)
-        for each in watched:
-            each.over = True
-        _finish(watched, _loss(output, loss_fn))
-    ran = [each for each in watched if each.calls]
-    if not ran:
+        yield root, watched
+
+
+def _ran(watched: Sequence[Watched]) -> list[Watched]:
+    found = [each for each in watched if each.calls]
+    if not found:
         raise DynamicsError(
             f"none of the self-attentions ran in this call of the model: {watched[0].path}, ..."
         )
-    return ran
+    return found
 
 
 def _chosen(live: LiveModel, modules: Sequence[str] | None) -> list[Watched]:

@@ -162,7 +162,6 @@ def _attention(
         query=query.detach() if factor == 1.0 else query.detach() / factor,
         key=key.detach(),
         value=value.detach(),
-        grad=out.detach(),  # until there is one
         mask=_with_bias(position_bias, attention_mask),
         causal=bool(causal) and attention_mask is None and query.shape[2] > 1,
         scale=scale * factor,

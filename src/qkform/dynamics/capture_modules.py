@@ -71,12 +71,13 @@ def _see(each: Watched, module: Any, args: tuple[Any, ...], kwargs: dict[str, An
     x, value = (_batch(t, single, swapped).detach() for t in (x, value))
     with torch.no_grad():
         q, k, v, out_weight, scale = _parts(module, x, value)
+        out_weight = out_weight.clone()  # sharded models (FSDP2) free theirs before the way back
         score = getattr(module, "self_score", None)
         own = None if score is None else score(x)
         mask = _mask(module, x, given)
     out = output[0]
     call = Call(
-        x=x, query=q, key=k, value=v, grad=out.detach(), mask=mask, causal=False, scale=scale, own=own,
+        x=x, query=q, key=k, value=v, mask=mask, causal=False, scale=scale, own=own,
         kind=getattr(module, "kind", "standard"),
     )  # fmt: skip
 
@@ -110,7 +111,8 @@ def _mask(module: Any, x: Tensor, given: dict[str, Any]) -> Tensor | None:
     mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
     masks = []
     if mask is not None:
-        masks.append(mask.reshape(-1, module.num_heads, n, n) if mask.ndim == 3 else mask.expand(1, 1, n, n))
+        mask = mask.unflatten(0, (-1, module.num_heads)) if mask.ndim == 3 else mask
+        masks.append(mask[(None,) * (4 - mask.ndim)])
     if padding is not None:
         masks.append(padding.reshape(-1, 1, 1, n))
     circuit = is_circuit(module)

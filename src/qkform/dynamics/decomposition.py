@@ -204,11 +204,17 @@ def _is_direct(each: Watched, call: Call) -> bool:
         (call.query, each.site.w_q(), each.site.b_q()),
         (call.key, each.site.w_k(), each.site.b_k()),
     ):
+        weight, bias = _gathered(weight), _gathered(bias)
         made = torch.einsum("bnd,hde->bhne", x.to(weight.dtype), weight)
         made = made if bias is None else made + bias[:, None]
         if seen.shape != made.shape or not _near(seen, made):
             return False
     return True
+
+
+def _gathered(weight: Any) -> Any:
+    """All of a sharded weight (FSDP2); every rank takes part."""
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def _near(seen: Tensor, made: Tensor) -> bool:
