@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -650,6 +651,31 @@ def test_wrapped_models_are_seen_through() -> None:
     found = decompose(nn.DataParallel(model), batch)
     assert [layer.module for layer in found] == [layer.module for layer in expected]
     assert torch.equal(found[0].gamma, expected[0].gamma)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "encoder"])
+def test_sharded_models_have_the_same_gamma(name: str, tmp_path: Path) -> None:
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    model, batch = built(name)
+    expected = decompose(model, batch)
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        stack = {"bert": "bert.encoder.layer", "llama": "model.layers", "encoder": "encoder.layers"}[name]
+        for part in (*model.get_submodule(stack), model):
+            fully_shard(part, mesh=mesh)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # a view of the embeddings
+            found = decompose(model, batch)
+    finally:
+        torch.distributed.destroy_process_group()
+    for layer, other in zip(found, expected, strict=True):
+        close(layer.gamma, other.gamma, 1e-13)
+        assert (layer.module, layer.direct) == (other.module, other.direct)
 
 
 def test_checkpointed_models_have_the_same_gamma() -> None:
