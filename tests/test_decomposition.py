@@ -267,6 +267,60 @@ def test_beta_is_what_moves_a_rotated_query(name: str) -> None:
         close(layer.beta @ key, query.grad)
 
 
+@pytest.mark.parametrize("positions", ["rotary", "absolute"])
+def test_queries_that_are_scaled_before_their_rotation(positions: str) -> None:
+    """ESM multiplies its queries by 1 / sqrt(d_head) and says nothing of it."""
+    settings = BERT | {
+        "position_embedding_type": positions,
+        "pad_token_id": 1,
+        "mask_token_id": 2,
+        "num_attention_heads": 3,
+    }
+    if positions == "rotary":
+        settings |= {"hidden_size": 18}
+    torch.manual_seed(0)
+    model = transformers.EsmForMaskedLM(transformers.EsmConfig(**settings)).double().eval()
+    batch = {"input_ids": TOKENS, "labels": labels()}
+    found = decompose(model, batch)
+    with oracle_of(model) as (plain, oracle):
+        plain(**batch).loss.backward()
+    for layer, expected in zip(found, oracle.dw.values(), strict=True):
+        close(layer.gamma, expected.grad)
+        assert layer.direct == (positions == "absolute")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_padding_on_the_left(name: str) -> None:
+    model, batch = built(name)
+    padding = PADDING.flip(1)
+    batch |= {"attention_mask": padding, "labels": TOKENS}  # labels on padded tokens too, which see nothing
+    with oracle_of(model) as (plain, oracle):
+        plain(**batch).loss.backward()
+    for layer, expected in zip(decompose(model, batch, beta=True), oracle.dw.values(), strict=True):
+        close(layer.gamma, expected.grad, 1e-6 if name == "llama" else 1e-10)  # its norms are in float32
+        assert not layer.beta.masked_select((padding == 0)[:, None, None]).any()
+
+
+def test_models_of_several_parts() -> None:
+    text = {"vocab_size": VOCABULARY, "max_position_embeddings": 16, "eos_token_id": 2}
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 11}
+    config = transformers.CLIPConfig(
+        text_config=text | sizes | {"hidden_size": 12},
+        vision_config=sizes | {"hidden_size": 15, "image_size": 12, "patch_size": 4},
+        projection_dim=8,
+    )
+    torch.manual_seed(0)
+    model = transformers.CLIPModel(config).double().eval()
+    pixels = torch.randn(3, 3, 12, 12, dtype=torch.float64)
+    batch = {"input_ids": TOKENS, "attention_mask": PADDING, "pixel_values": pixels, "return_loss": True}
+    expected = dict(zip((site.path for site in sites.find(model)), gradients(model, batch), strict=True))
+    found = decompose(model, batch)
+    assert {layer.module for layer in found} == expected.keys()
+    for layer in found:
+        site = next(site for site in sites.find(model) if site.path == layer.module)
+        close(layer.gamma @ site.w_k(), expected[layer.module][0][:, :-1])
+
+
 # ---- what beta is ------------------------------------------------------------------------------------------
 
 
@@ -765,6 +819,23 @@ def test_scores_of_another_kind_are_refused() -> None:
     attention = nn.MultiheadAttention(6, 2, add_bias_kv=True, batch_first=True)
     with pytest.raises(DynamicsError, match="keys of no token"):
         decompose(Masked(attention), {"x": torch.zeros(1, 3, 6)}, loss_fn=torch.sum)
+
+
+def test_attentions_whose_scores_cannot_be_seen() -> None:
+    config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=12, n_layer=1, n_head=2)
+    with pytest.raises(
+        DynamicsError, match=r"transformer\.h\.0\.self_attention: a BloomAttention is neither"
+    ):
+        decompose(transformers.BloomForCausalLM(config), {"input_ids": TOKENS, "labels": TOKENS})
+    model, batch = built("bert")
+    model.bert.encoder.layer[1].attention.self.forward = lambda x, *args, **kwargs: (
+        model.bert.encoder.layer[1].attention.self.query(x),
+        None,
+    )
+    with pytest.raises(
+        DynamicsError, match="does not call its attention through transformers' AttentionInterface"
+    ):
+        decompose(model, batch)
 
 
 def test_keys_from_a_cache_are_refused() -> None:

@@ -108,7 +108,9 @@ def _chosen(live: LiveModel, modules: Sequence[str] | None) -> list[Watched]:
     found: dict[str, Site] = {}
     reason = "give a transformers model, or a module that holds nn.MultiheadAttention"
     try:
-        found = {site.path: site for site in sites.find(live.root)}
+        seen = sites.find(live.root)
+        found = {site.path: site for site in seen}
+        reason = "; ".join(f"{each['module']}: {each['reason']}" for each in seen.skipped[:1]) or reason
     except (ConfigError, LayoutError) as error:  # a model of collapsed circuits has none either
         reason = str(error)
     at = {

@@ -7,6 +7,7 @@ What the projections read is seen by a hook on them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -153,7 +154,8 @@ def _attention(
     if each is None or each.over:
         return out, weights
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    factor = _prescale(module, scaling)
+    said = _prescale(module, scaling)
+    factor = said if said != 1.0 else _silent_scale(each, x, query, scaling)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     score = getattr(module, "self_score", None)
     switch = getattr(module, SWITCH, None)
@@ -165,16 +167,32 @@ def _attention(
         mask=_with_bias(position_bias, attention_mask),
         causal=bool(causal) and attention_mask is None and query.shape[2] > 1,
         scale=scale * factor,
-        own=None if score is None else score(x).detach(),
+        own=None if score is None else score(x).detach() * (said / factor),  # surgery knows what is said
         kind="standard" if switch is None else switch.kind,
     )
     return each.add(call, out, lambda grad: grad.transpose(1, 2)), weights
 
 
 def _prescale(module: Any, scaling: float | None) -> float:
-    """What the module has multiplied its queries with: Whisper and OPT scale them, and hand over the scale 1."""
+    """What the module says that it multiplies its queries with: Whisper and OPT do, and hand over the scale 1."""
     own = getattr(module, "scaling", None)
     return own if scaling == 1.0 and isinstance(own, float) else 1.0
+
+
+def _silent_scale(each: Watched, x: Tensor, query: Tensor, scaling: float | None) -> float:
+    """1 / sqrt(d_head) where the queries were multiplied with it and nothing says so, as in ESM; else 1.
+
+    Seen by their size, which a rotation keeps.
+    """
+    assert each.site is not None
+    if scaling != 1.0 or "qk_norm" in each.site.layer.flags:
+        return 1.0
+    with torch.no_grad():
+        weight, bias = each.site.w_q(), each.site.b_q()
+        made = torch.einsum("bnd,hde->bhne", x.to(weight.dtype), weight)
+        made = made if bias is None else made + bias[:, None]
+        size, expected = float(query.float().norm()), float(made.float().norm()) * query.shape[-1] ** -0.5
+    return query.shape[-1] ** -0.5 if math.isclose(size, expected, rel_tol=0.01) else 1.0
 
 
 def _with_bias(bias: Tensor | None, mask: Tensor | None) -> Tensor | None:

@@ -110,7 +110,8 @@ def decompose(
     modules  paths of the attentions that are wanted; by default all
 
     The model runs once, forward and back, in eval mode: what dropout would do is not in it. It is left as it was. One
-    object per self-attention that ran, in order; an attention that ran several times has the sum over its calls.
+    object per self-attention that ran, in order; an attention that ran several times has the sum over its calls. Other
+    implementations of transformers' attention, such as "eager", give way to SDPA, where a row without open keys is 0.
     Memory is that of a training step and of the result; the pairs are never held all at once, unless asked for.
 
     DynamicsError where there is no loss, no self-attention, or one whose scores are not those of one form on tokens:
