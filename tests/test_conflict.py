@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qkform import surgery
+from qkform import sites, surgery
 from qkform.dynamics import Conflict, conflict, conflicts, decompose, fraction_negative
 from qkform.dynamics.calls import Call
 from qkform.dynamics.capture import Watched
@@ -60,31 +60,42 @@ def test_the_scores_are_those_of_the_two_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_mean_of_the_null_pair_by_pair(name: str) -> None:
-    """-sum_i beta_ii x_i m_i^T with m_i the mean of the other tokens that i may attend to: no padded one among them."""
+def test_the_closed_form_of_the_null_row_by_row(name: str) -> None:
+    """E O = -sum_i beta_ii x_i m_i^T with m_i the mean of the other tokens that i may attend to, no padded one among
+    them; and E ||sym O||^2, from the covariance of a row that is permuted."""
     model, batch = built(name)
     seen: list[Tensor] = []
-    from qkform import sites
-
     site = sites.find(model)[1]
     reader = site.module if name == "encoder" else site.shares["w_q"].at.owner
     handle = reader.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
     found, parts = conflict(model, batch)[1], decompose(model, batch, beta=True)[1]
     handle.remove()
     x, beta = seen[0], parts.beta
-    mean = torch.zeros_like(parts.gamma)
+    mean, noise = torch.zeros_like(parts.gamma), torch.zeros(len(parts.gamma), dtype=torch.float64)
     for b, h, i in torch.cartesian_prod(*(torch.arange(n) for n in beta.shape[:3])).tolist():
         keys = range(i + 1) if name in ("gpt2", "llama") else range(x.shape[1])
         others = [j for j in keys if j != i and (name == "vit" or PADDING[b, j])]
         if others:
             mean[h] -= beta[b, h, i, i] * torch.outer(x[b, i], x[b, others].mean(0))
+        if len(others) > 1:
+            covariance = beta[b, h, i, others].var() * (x[b, others].T.cov() * (len(others) - 1))
+            # ||sym(x e^T)||^2 = (|x|^2 |e|^2 + (x . e)^2) / 2
+            noise[h] += (x[b, i] @ x[b, i] * covariance.trace() + x[b, i] @ covariance @ x[b, i]) / 2
     for h, (d, o) in enumerate(zip(parts.gamma_diagonal, mean, strict=True)):
         s = (o + o.T) / 2
-        close(found.null_of_mean[h], (d * s).sum() / d.norm() / s.norm())
+        close(found.null_closed[h], (d * s).sum() / d.norm() / (s.norm() ** 2 + noise[h]).sqrt())
     assert found.null.shape == (0, len(mean))
-    assert torch.equal(found.excess, found.cosine - found.null_of_mean)
+    assert torch.equal(found.excess, found.cosine - found.null_closed)
     assert found.p_value.isnan().all()
     assert found.null_spread.isnan().all()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_closed_form_is_near_the_mean_over_permutations(name: str) -> None:
+    model, batch = built(name)
+    errors = [(c.null_closed - c.null_cosine).abs() for c in conflict(model, batch, permutations=150)]
+    assert torch.cat(errors).max() < 0.12
+    assert torch.cat(errors).mean() < 0.03
 
 
 # ---- the null ----------------------------------------------------------------------------------------------
@@ -105,7 +116,7 @@ def test_permutations_keep_every_row_sum(mask: str) -> None:
     x = torch.cat([normal(3, 6, 4), torch.ones(3, 6, 1)], -1)
     causal, closed = MASKS[mask]
     given = [call(x, normal(3, 2, 6, 6, seed=1), causal=causal, mask=closed)]
-    diagonal, off, mean = conflicts._parts(given, None)
+    diagonal, off, mean, _ = conflicts._parts(given, None)
     close(off[:, :, -1], -diagonal[:, :, -1], 1e-12)
     close(mean[:, :, -1], off[:, :, -1], 1e-12)
     permuted = conflicts._permuted(given, None, torch.Generator().manual_seed(3))
@@ -118,13 +129,17 @@ def test_permutations_have_the_mean_of_the_closed_form(mask: str) -> None:
     x = normal(3, 6, 4) + 0.5
     causal, closed = MASKS[mask]
     given = [call(x, normal(3, 2, 6, 6, seed=1), causal=causal, mask=closed)]
-    _, off, mean = conflicts._parts(given, None)
+    _, off, mean, noise = conflicts._parts(given, None)
     generator = torch.Generator().manual_seed(3)
     draws = torch.stack([conflicts._permuted(given, None, generator) for _ in range(1500)])
     error = draws.std(0) / len(draws) ** 0.5
     z = (draws.mean(0) - mean) / error.clamp(min=1e-12)
     assert z.abs().max() < 4.5
     assert z.square().mean().sqrt() < 1.25
+    lengths = conflicts._symmetric(draws - mean).square().sum((2, 3))  # (draws, H)
+    z = (lengths.mean(0) - noise) / lengths.std(0) * len(draws) ** 0.5
+    assert z.abs().max() < 4
+    assert (noise > 20 * lengths.std(0) / len(draws) ** 0.5).all()
     assert (
         (off - mean) / error.clamp(min=1e-12)
     ).abs().max() > 20  # the draws tell this gradient from their mean
@@ -156,7 +171,7 @@ def test_a_shared_direction_makes_the_cosine_negative_for_free() -> None:
     assert found.fraction_negative == 1.0
     assert found.excess.abs().max() < 0.01
     assert found.p_value.min() > 0.02
-    assert (found.null_cosine - found.null_of_mean).abs().max() < 0.01
+    assert (found.null_cosine - found.null_closed).abs().max() < 0.01
     assert fraction_negative([found]) == (1.0, 1.0, 5)
 
 
@@ -184,6 +199,10 @@ def test_agreement_is_no_conflict() -> None:
     assert found.excess.min() > 0.5
     assert (found.p_value == 1.0).all()
     assert found.fraction_negative == 0.0
+    observed, null, count = fraction_negative([found])
+    assert (observed, count) == (0.0, 2)
+    assert null == float(found.null.lt(0).double().mean())
+    assert 0.2 < null < 1.0
 
 
 # ---- where there is no cosine ------------------------------------------------------------------------------
@@ -192,7 +211,7 @@ def test_agreement_is_no_conflict() -> None:
 def test_rows_with_one_key_have_no_cosine() -> None:
     x = normal(4, 1, 3)
     found = measured(call(x, normal(4, 2, 1, 1)), permutations=3)
-    for value in (found.cosine, found.null_of_mean, found.excess, found.p_value, found.null_cosine):
+    for value in (found.cosine, found.null_closed, found.excess, found.p_value, found.null_cosine):
         assert value.isnan().all()
     assert math.isnan(found.fraction_negative)
     assert fraction_negative([found, found]).measured == 0
@@ -239,7 +258,7 @@ def test_an_attention_that_runs_twice_has_one_gradient() -> None:
     x, slopes = normal(6, 5, 4) + 0.3, normal(6, 2, 5, 5, seed=1)
     whole = measured(call(x, slopes), permutations=2)
     parts = measured([call(x[:2], slopes[:2]), call(x[2:], slopes[2:])], permutations=2)
-    for field in ("cosine", "share", "cancellation", "skew", "null_of_mean"):
+    for field in ("cosine", "share", "cancellation", "skew", "null_closed"):
         close(getattr(parts, field), getattr(whole, field), 1e-12)
 
 
@@ -251,7 +270,7 @@ def test_parts_make_the_same_scores(together: int, monkeypatch: Any) -> None:
     whole = measured(call(x, slopes, causal=True))
     monkeypatch.setattr(calls, "TOGETHER", together)
     parts = measured(call(x, slopes, causal=True), permutations=1)
-    for field in ("cosine", "share", "cancellation", "skew", "null_of_mean"):
+    for field in ("cosine", "share", "cancellation", "skew", "null_closed"):
         close(getattr(parts, field), getattr(whole, field), 1e-12)
 
 
@@ -264,7 +283,7 @@ def test_padding_changes_nothing() -> None:
         "labels": nn.functional.pad(labels(), (0, 3), value=-100),
     }
     for found, expected in zip(conflict(model, longer), conflict(model, batch), strict=True):
-        for field in ("cosine", "share", "cancellation", "skew", "null_of_mean"):
+        for field in ("cosine", "share", "cancellation", "skew", "null_closed"):
             close(getattr(found, field), getattr(expected, field), 1e-10)
 
 

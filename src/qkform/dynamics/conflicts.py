@@ -31,8 +31,8 @@ class Conflict:
     share           ||D||^2 / (||D||^2 + ||O||^2), in [0, 1]
     cancellation    1 - ||D + sym O|| / (||D|| + ||sym O||), in [0, 1]: how much of the two is lost when they are added
     skew            the skew part's share of ||O||^2, in [0, 1]: of which D has nothing
-    null_of_mean    the cosine of D with the mean of the null, -sum_i beta_ii x_i m_i^T with m_i the mean of the other
-                    tokens that i may attend to: in closed form
+    null_closed     the null's cosine in closed form, <D, E O> / (||D|| sqrt(E ||sym O||^2)), where under the null
+                    E O = -sum_i beta_ii x_i m_i^T, m_i the mean of the other tokens that i may attend to
     null            (permutations, n_heads): cosines where each row's beta are permuted over its other open keys
 
     Cosines depend on the size of the batch, which averages: compare like with like.
@@ -43,13 +43,13 @@ class Conflict:
     share: Tensor
     cancellation: Tensor
     skew: Tensor
-    null_of_mean: Tensor
+    null_closed: Tensor
     null: Tensor
 
     @property
     def null_cosine(self) -> Tensor:
-        """(n_heads,): what softmax alone gives: the mean over permutations; without any, `null_of_mean`."""
-        return self.null.mean(0) if len(self.null) else self.null_of_mean
+        """(n_heads,): what softmax alone gives: the mean over permutations; without any, `null_closed`."""
+        return self.null.mean(0) if len(self.null) else self.null_closed
 
     @property
     def excess(self) -> Tensor:
@@ -101,12 +101,13 @@ def conflict(
     the cosine is negative wherever embeddings share a direction. Read `excess`, what is left over the null model that
     keeps this constraint: each row's beta permuted over the other keys that the row may attend to.
 
-    permutations    draws of the null, each a pass over the pairs; 0: the closed form of its mean alone
+    permutations    draws of the null, each a pass over the pairs; 0: its closed form alone
     seed            of the permutations; the random numbers of torch are not touched
     the rest        as in `decompose`, whose errors it raises too
 
-    The metric is exact; that the null's mean cosine is near the cosine of its mean is empirical. On a decoupled model D
-    is what v's gradient is the diagonal of, and W_Q and W_K learn from O alone.  Source: docs/theory.md.
+    The metric, E O and E ||sym O||^2 are exact; that their quotient is the null's mean cosine is leading order, the
+    fluctuation of ||sym O|| left out: good where many rows add up.  On a decoupled model D is what v's gradient is the
+    diagonal of, and W_Q and W_K learn from O alone.  Source: docs/theory.md.
 
     >>> for layer in conflict(model, batch, permutations=20):              # doctest: +SKIP
     ...     print(layer.module, layer.cosine, layer.excess, layer.p_value)
@@ -128,7 +129,7 @@ def fraction_negative(found: Iterable[Conflict]) -> Negative:
     null: list[Tensor] = []
     for each in found:
         observed.append(each.cosine.flatten())
-        null.append((each.null if len(each.null) else each.null_of_mean).flatten())
+        null.append((each.null if len(each.null) else each.null_closed).flatten())
     share, count = _negative(observed)
     return Negative(share, _negative(null)[0], count)
 
@@ -140,7 +141,7 @@ def _negative(cosines: Sequence[Tensor]) -> tuple[float, int]:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _conflict(each: Watched, permutations: int, seed: int, dtype: torch.dtype | None) -> Conflict:
-    diagonal, off, mean = _parts(each.calls, dtype)
+    diagonal, off, mean, noise = _parts(each.calls, dtype)
     d, o = diagonal.flatten(1), off.flatten(1)
     s = _symmetric(off).flatten(1)
     of_d, of_o, of_s = (t.norm(dim=1) for t in (d, o, s))
@@ -152,23 +153,39 @@ def _conflict(each: Watched, permutations: int, seed: int, dtype: torch.dtype | 
         share=of_d**2 / (of_d**2 + of_o**2),
         cancellation=1 - (d + s).norm(dim=1) / (of_d + of_s),
         skew=((o - s).norm(dim=1) / of_o) ** 2,
-        null_of_mean=_cosine(diagonal, mean),
+        null_closed=_cosine(diagonal, mean, noise),
         null=torch.stack(draws) if draws else diagonal.new_zeros(0, len(diagonal)),
     )
 
 
-def _parts(calls: Sequence[Call], dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
-    """D, O and the mean of O under the null, (n_heads, d_model, d_model) float64."""
+def _parts(calls: Sequence[Call], dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """D, O and the mean of O under the null, (n_heads, d, d), and E ||sym (O - mean)||^2, (n_heads,); float64.
+
+    A permutation of values b over n vectors x has sum_k b_k x_k with the mean n mean(b) mean(x) and the covariance
+    sum_k (b_k - mean)^2 / (n - 1) times sum_k (x_k - mean)(x_k - mean)^T; rows are permuted independently.
+    """
     own_sum, off_sum, null_sum = (_zeros(calls) for _ in range(3))
+    noise = own_sum[:, 0, 0].clone()
     for block in (block for call in calls for block in call.blocks(dtype)):
         own, others = block.own(block.beta)[..., None], block.others()  # (b, H, R, 1), (., ., R, N)
         off = block.beta.masked_fill(~others, 0.0)
-        count = others.sum(-1, keepdim=True).clamp(min=1)
-        mean = others.to(block.x.dtype) @ block.x[:, None] / count  # (b, ., R, d): of the other open keys
-        own_sum = own_sum + _product(block, own * block.x[:, None, block.rows])
-        off_sum = off_sum + _product(block, off @ block.x[:, None])
-        null_sum = null_sum - _product(block, own * mean)
-    return own_sum, off_sum, null_sum
+        x, among = block.x, others.to(block.x.dtype)
+        asking = x[:, None, block.rows]  # (b, 1, R, d)
+        count = among.sum(-1, keepdim=True).clamp(min=1)
+        mean = among @ x[:, None] / count  # (b, ., R, d): of the other open keys
+        own_sum += _product(block, own * asking)
+        off_sum += _product(block, off @ x[:, None])
+        null_sum -= _product(block, own * mean)
+        values = (
+            off.square().sum(-1, keepdim=True) - own.square() / count
+        )  # sum (b_k - mean)^2: the row sums to -own
+        sizes = (among * x.square().sum(-1)[:, None, None]).sum(-1, keepdim=True)
+        sizes = sizes - count * mean.square().sum(-1, keepdim=True)  # sum_k |x_k - mean|^2
+        along = (among * (asking @ x[:, None].mT).square()).sum(-1, keepdim=True)
+        along = along - count * (mean * asking).sum(-1, keepdim=True).square()  # sum_k (x_i . (x_k - mean))^2
+        spread = (asking.square().sum(-1, keepdim=True) * sizes + along) / 2
+        noise += (values / (count - 1).clamp(min=1) * spread).sum((0, 2, 3))
+    return own_sum, off_sum, null_sum, noise
 
 
 def _permuted(calls: Sequence[Call], dtype: torch.dtype | None, generator: torch.Generator) -> Tensor:
@@ -203,9 +220,9 @@ def _symmetric(g: Tensor) -> Tensor:
     return (g + g.mT) / 2
 
 
-def _cosine(diagonal: Tensor, off: Tensor) -> Tensor:
-    """(n_heads,): of D with the symmetric part of O; NaN where either norm is 0."""
+def _cosine(diagonal: Tensor, off: Tensor, noise: Tensor | float = 0.0) -> Tensor:
+    """(n_heads,): of D with the symmetric part of O, whose squared norm `noise` adds to; NaN where a norm is 0."""
     d, s = diagonal.flatten(1), _symmetric(off).flatten(1)
-    size = d.norm(dim=1) * s.norm(dim=1)
+    size = d.norm(dim=1) * (s.square().sum(1) + noise).sqrt()
     cosine = ((d * s).sum(1) / size).clamp(-1.0, 1.0)
     return torch.where(size > 0, cosine, math.nan)
