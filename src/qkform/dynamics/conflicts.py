@@ -33,7 +33,8 @@ class Conflict:
     skew            the skew part's share of ||O||^2, in [0, 1]: of which D has nothing
     null_closed     the null's cosine in closed form, <D, E O> / (||D|| sqrt(E ||sym O||^2)), where under the null
                     E O = -sum_i beta_ii x_i m_i^T, m_i the mean of the other tokens that i may attend to
-    null            (permutations, n_heads): cosines where each row's beta are permuted over its other open keys
+    null            (permutations, n_heads): cosines where each row's beta are permuted over its other open keys;
+                    heads with the same mask share their draws
 
     Cosines depend on the size of the batch, which averages: compare like with like.
     """
