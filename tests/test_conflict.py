@@ -14,7 +14,7 @@ from qkform.dynamics import Conflict, conflict, conflicts, decompose, fraction_n
 from qkform.dynamics.calls import Call
 from qkform.dynamics.capture import Watched
 from qkform.errors import DynamicsError
-from tests.test_decomposition import PADDING, TOKENS, Masked, built, close, labels, same, state_of
+from tests.test_decomposition import PADDING, TOKENS, Masked, built, changed, close, labels, same, state_of
 
 KINDS = ["bert", "gpt2", "llama", "vit", "encoder"]
 
@@ -220,7 +220,7 @@ def test_rows_with_one_key_have_no_cosine() -> None:
 
 def test_attention_without_a_diagonal_has_no_cosine() -> None:
     model, batch = built("bert")
-    for found in conflict(surgery.set_attention_(model, "no-diagonal"), batch):
+    for found in conflict(changed(surgery.set_attention_, model, "no-diagonal"), batch):
         assert found.cosine.isnan().all()
         assert not found.share.any()
     alone = measured(call(normal(2, 5, 3), normal(2, 1, 5, 5), kind="no-diagonal"))

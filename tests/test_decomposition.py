@@ -430,15 +430,20 @@ def test_the_weights_are_those_that_the_model_computes(family: families_.Family)
         assert (seen.sum(-1) - 1).abs().max() <= 1e-12
 
 
+def changed(change: Any, model: Any, *given: Any) -> Any:
+    """The model after surgery, without the warning of what its dropout will cost in training."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*attention dropout")
+        return change(model, *given)
+
+
 # ---- other scores ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "encoder", "llama"])
 def test_a_decoupled_model_gives_the_diagonal_to_v(name: str) -> None:
     model, batch = built(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # dropout, in training
-        model = surgery.decouple_(model)
+    model = changed(surgery.decouple_, model)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("self_score.v"):
@@ -463,7 +468,7 @@ def test_a_decoupled_model_gives_the_diagonal_to_v(name: str) -> None:
 @pytest.mark.parametrize("name", ["bert", "gpt2", "encoder"])
 def test_relatives_of_attention_are_told_apart(name: str, kind: Any) -> None:
     model, batch = built(name)
-    model = surgery.set_attention_(model, kind)
+    model = changed(surgery.set_attention_, model, kind)
     for layer, site, (query, key) in zip(
         decompose(model, batch), sites.find(model), gradients(model, batch), strict=True
     ):
