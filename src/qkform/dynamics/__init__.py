@@ -1,7 +1,9 @@
 """What training does to the query-key form: mathematics that can be measured.
 
-`one_layer` is a model small enough to be solved: which learning rates sharpen attention, and by how much. Needs the
-extra `theory` (scipy).
+`one_layer` is a model small enough to be solved: which learning rates sharpen attention, and by how much. It needs the
+extra `theory` (scipy). `decompose` splits the gradient of a live model's form into its pairs of tokens, and
+`conflict` asks whether a token's pair with itself works against the others (torch).
+`sharpness` and the proxies of interpretability measure attention weights, numpy or torch.
 """
 
 from __future__ import annotations
@@ -11,9 +13,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkform.dynamics import one_layer as one_layer
+    from qkform.dynamics.conflicts import Conflict as Conflict
+    from qkform.dynamics.conflicts import conflict as conflict
+    from qkform.dynamics.conflicts import fraction_negative as fraction_negative
+    from qkform.dynamics.decomposition import Decomposition as Decomposition
+    from qkform.dynamics.decomposition import decompose as decompose
+    from qkform.dynamics.proxies import attention_mass as attention_mass
+    from qkform.dynamics.proxies import comprehensiveness as comprehensiveness
+    from qkform.dynamics.proxies import leave_one_out as leave_one_out
+    from qkform.dynamics.proxies import rank_correlation as rank_correlation
+    from qkform.dynamics.proxies import sufficiency as sufficiency
+    from qkform.dynamics.spread import Sharpness as Sharpness
+    from qkform.dynamics.spread import sharpness as sharpness
 
 _HOME: dict[str, str] = {  # public name -> module
+    "Conflict": "qkform.dynamics.conflicts",
+    "Decomposition": "qkform.dynamics.decomposition",
+    "Sharpness": "qkform.dynamics.spread",
+    "attention_mass": "qkform.dynamics.proxies",
+    "comprehensiveness": "qkform.dynamics.proxies",
+    "conflict": "qkform.dynamics.conflicts",
+    "decompose": "qkform.dynamics.decomposition",
+    "fraction_negative": "qkform.dynamics.conflicts",
+    "leave_one_out": "qkform.dynamics.proxies",
     "one_layer": "qkform.dynamics.one_layer",
+    "rank_correlation": "qkform.dynamics.proxies",
+    "sharpness": "qkform.dynamics.spread",
+    "sufficiency": "qkform.dynamics.proxies",
 }
 
 __all__ = sorted(_HOME)
