@@ -42,6 +42,9 @@ PRESCALED = {
     "WhisperAttention": 1,
 }
 
+# Attentions that multiply queries by attention_head_size^-0.5 themselves, hand over 1, and have a `scaling` of 1.
+PRESCALED_BY_SIZE = ("EsmSelfAttention", "EvollaSaProtSelfAttention")
+
 
 class Call:
     """One running call of an attention module: where among the keys its tokens start, and whether it came here."""
@@ -219,6 +222,9 @@ def prescale(module: Any, scaling: float | None) -> float | None:
 
     SurgeryError where that is not known: it hands over 1 and has a scale of its own, and is none of `PRESCALED`.
     """
+    names = {c.__name__ for c in type(module).__mro__}
+    if scaling == 1.0 and names.intersection(PRESCALED_BY_SIZE):
+        return float(module.attention_head_size**-0.5)
     own = getattr(module, "scaling", None)
     if scaling != 1.0 or not isinstance(own, float) or own == 1.0:
         return None
