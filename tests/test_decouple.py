@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -306,8 +307,31 @@ def test_a_part_of_a_model_can_be_decoupled_alone() -> None:
     assert torch.equal(after.image_embeds, before.image_embeds)
 
 
-def test_a_part_whose_weights_are_not_found_in_it_is_refused() -> None:
-    refused(built(BY_NAME["t5"]).encoder, "give the whole model, not a part of it")
+@pytest.mark.parametrize("inside", ["encoder", "decoder"])
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_an_encoder_or_a_decoder_is_decoupled_alone_as_in_its_model(name: str, inside: str) -> None:
+    family = BY_NAME[name]
+    whole, part = decouple_(built(family)), built(family)
+    stack = (part if name == "t5" else part.model).get_submodule(inside)
+    decouple_(stack)
+    v = {n: p for n, p in whole.named_parameters() if "self_score" in n}
+    mine = {n: p for n, p in part.named_parameters() if "self_score" in n}
+    assert len(mine) == 2
+    assert all(torch.equal(p, v[n]) for n, p in mine.items())
+    given = inputs(family)
+    before = logits(part, **given)
+    assert (logits(randomised(part), **given) - before).abs().max() > 1e-3
+    recouple_(stack)
+    assert torch.equal(logits(part, **given), logits(built(family), **given))
+
+
+def test_queries_made_outside_of_their_attention_are_refused() -> None:
+    from qkform.surgery import huggingface
+
+    first, second = sites.find(bert())
+    elsewhere = replace(first, shares=second.shares)
+    with pytest.raises(SurgeryError, match="outside of it; give the whole model, not a part of it"):
+        huggingface.check(elsewhere)
 
 
 def test_albert_shares_one_self_score() -> None:
@@ -625,13 +649,20 @@ def test_an_unknown_start_is_refused() -> None:
     refused(bert(), "init='diag' is none of diagonal, zero, spread, fit", lambda m: decouple_(m, init="diag"))
 
 
-def test_another_implementation_set_afterwards_is_an_error_not_standard_attention() -> None:
-    model = decoupled(BY_NAME["bert"])
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(SurgeryError, match="BertSelfAttention is decoupled and computed standard attention"):
-        model(**inputs(BY_NAME["bert"]))
+@pytest.mark.parametrize("kind", ["decoupled", "exclusive", "no-diagonal"])
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_another_implementation_set_afterwards_is_an_error_not_standard_attention(
+    name: str, kind: str
+) -> None:
+    family = BY_NAME[name]
+    model = decoupled(family) if kind == "decoupled" else set_attention_(built(family), kind)
+    expected = logits(model, **inputs(family))
+    for other in ("sdpa", "eager"):
+        model.set_attn_implementation(other)
+        with pytest.raises(SurgeryError, match=rf"is (of )?{kind}.* computed standard attention.*{other}"):
+            model(**inputs(family))
     model.set_attn_implementation("qkform")
-    model(**inputs(BY_NAME["bert"]))
+    assert torch.equal(logits(model, **inputs(family)), expected)
 
 
 def test_a_projection_replaced_afterwards_is_an_error() -> None:

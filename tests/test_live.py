@@ -249,6 +249,73 @@ def test_a_module_of_a_model_scans_alone(name: str, inside: str, path: str) -> N
     assert (found[path].mask, found[path].n_kv_heads) == (whole.mask, whole.n_kv_heads)
 
 
+PAIR = {"vocab_size": 53, "d_model": 24, "encoder_layers": 2, "decoder_layers": 3, "encoder_ffn_dim": 20}
+PAIR |= {"decoder_ffn_dim": 20, "encoder_attention_heads": 3, "decoder_attention_heads": 4, "pad_token_id": 0}
+PAIRS = {
+    "T5": {"vocab_size": 53, "d_model": 24, "d_kv": 6, "num_heads": 3, "d_ff": 20, "num_layers": 2}
+    | {"num_decoder_layers": 3},
+    "Whisper": PAIR | {"num_mel_bins": 5, "max_source_positions": 11, "eos_token_id": 2},
+    "Bart": PAIR,
+    "Marian": PAIR | {"decoder_start_token_id": 0},
+}
+
+
+def pair(name: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    truth.quiet()
+    config = getattr(transformers, f"{name}Config")(**PAIRS[name])
+    return getattr(transformers, f"{name}Model")(config).eval()
+
+
+def assert_found_as_in(model: Any, part: Any, inside: str) -> None:
+    """The attentions of a part given alone are those of the whole model."""
+    whole = {a.path: a for a in sites.find(model) if a.path.startswith(f"{inside}.")}
+    alone = {f"{inside}.{a.path}": a for a in sites.find(part)}
+    assert list(alone) == list(whole)
+    for path, site in alone.items():
+        for side, share in site.shares.items():
+            assert share.name == whole[path].shares[side].name.removeprefix(f"{inside}.")
+        one, other = site.layer, whole[path].layer
+        for fact in ("attention", "mask", "n_heads", "n_kv_heads", "layer", "norm_kind"):
+            assert getattr(one, fact) == getattr(other, fact), (path, fact)
+        assert site.module is whole[path].module
+        form, expected = site.form(), whole[path].form()
+        assert np.array_equal(form.w_q, expected.w_q)
+        assert np.array_equal(form.w_k, expected.w_k)
+
+
+@pytest.mark.parametrize("inside", ["encoder", "decoder"])
+@pytest.mark.parametrize("name", sorted(PAIRS))
+def test_an_encoder_or_a_decoder_alone_is_read_as_in_its_model(name: str, inside: str) -> None:
+    model = pair(name)
+    assert_found_as_in(model, model.get_submodule(inside), inside)
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "kinds"),
+    [
+        ("Whisper", "encoder.layers.1", ["self"]),
+        ("Whisper", "decoder.layers.1", ["self", "cross"]),
+        ("Bart", "decoder.layers", ["self", "cross"] * 3),
+        ("Bart", "encoder.layers", ["self"] * 2),
+        ("Whisper", "decoder.layers.0.self_attn", ["self"]),
+    ],
+)
+def test_a_piece_of_a_decoder_has_the_forms_of_its_own(name: str, inside: str, kinds: list[str]) -> None:
+    """Several attentions of one piece stand in one place of the family: none is taken for another."""
+    model = pair(name)
+    whole = {a.path: a for a in sites.find(model)}
+    found = sites.find(model.get_submodule(inside))
+    assert [site.layer.attention for site in found] == kinds
+    for site in found:
+        expected = whole[f"{inside}.{site.path}".removesuffix(".")]
+        assert site.module is expected.module
+        assert site.layer.mask == expected.layer.mask
+        assert site.layer.n_heads == expected.layer.n_heads
+        assert np.array_equal(site.form().w_q, expected.form().w_q)
+        assert np.array_equal(site.form().w_k, expected.form().w_k)
+
+
 def test_a_type_without_a_layout_is_read_by_the_models_inside_it() -> None:
     transformers = pytest.importorskip("transformers")
 

@@ -109,8 +109,7 @@ class Finder:
                 for name, o in found.items()
             }
         else:
-            start = above(config, (n.removeprefix(dot) for n in names))
-            tensors = {f"{start}{n.removeprefix(dot)}" if start else n: t for n, t in alive.items()}
+            tensors = self._placed(part, config, alive)
         noted = [] if doubt is None else [{"module": _name(part), "reason": doubt}]
         try:
             layout = self._found(tensors, config)
@@ -120,6 +119,11 @@ class Finder:
                 with suppress(LayoutError):
                     layout = self._found(alive, config)
                     return replace(layout, skipped=[*noted, *_fused(part, layout), *layout.skipped])
+            placed = self._placed(part, config, tensors)
+            if placed.keys() != tensors.keys():  # an encoder or a decoder without the model around it
+                with suppress(LayoutError):
+                    layout = self._found(placed, config)
+                    return replace(layout, skipped=[*noted, *layout.skipped])
             parts = [p for name, m in part.module.named_children() for p in split(clean(dot + name), m)]
             with suppress(LayoutError):
                 inside = self._parts(parts)
@@ -130,6 +134,22 @@ class Finder:
                     model_type = (config or {}).get("model_type")
                     return replace(inside, model_type=model_type, skipped=[*noted, *inside.skipped, *left])
             raise error
+
+    def _placed(
+        self, part: Part, config: Mapping[str, Any] | None, tensors: Mapping[str, LiveTensor]
+    ) -> dict[str, LiveTensor]:
+        """Tensors of a part by names that say where in a model of its family it stands; its own path stays in front,
+        since several parts may stand in one place.
+        """
+        dot = part.prefix
+        given = ask(part.module, "is_decoder")
+        start = above(
+            config,
+            (name.removeprefix(dot) for name in tensors),
+            part.path,
+            given if isinstance(given, bool) else None,
+        )
+        return {f"{dot}{start}{name.removeprefix(dot)}": tensor for name, tensor in tensors.items()}
 
     def _torch(self, parts: Sequence[Part]) -> list[AttentionLayer]:
         """nn.MultiheadAttention, whose modules say themselves how many heads they have."""

@@ -20,6 +20,7 @@ from qkform.surgery import interface
 from qkform.surgery.interface import NAME, SWITCH, Switch
 from qkform.surgery.self_score import SelfScore
 
+_WORDS = {"exclusive": "of exclusive attention", "no-diagonal": "of no-diagonal attention"}
 _READER = "qkform_self_score"  # on a projection: the self score that reads its input; not a child of it
 
 
@@ -93,17 +94,24 @@ def _read(projection: nn.Module, args: tuple[Any, ...]) -> None:
 
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before the attention runs: where its tokens will stand among the keys, by its cache."""
-    getattr(module, SWITCH).start = _start(module, args, kwargs)
+    switch = getattr(module, SWITCH)
+    switch.start = _start(module, args, kwargs)
+    switch.called = False
 
 
 def _end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """After the attention, also when it raised (output None): nothing is kept."""
-    getattr(module, SWITCH).start = None
+    switch = getattr(module, SWITCH)
+    called, switch.start, switch.called = switch.called, None, False
     score = getattr(module, "self_score", None)
-    if score is not None and score.take() is not None and output is not None:
+    if score is not None:
+        score.take()
+    if output is not None and not called:
+        undo = "recouple_ the model" if switch.kind == "decoupled" else 'set_attention_(model, "standard")'
         raise SurgeryError(
-            f"a {type(module).__name__} is decoupled and computed standard attention: its config names the "
-            f"implementation {module.config._attn_implementation!r}; expected {NAME!r}; recouple_ before changing it"
+            f"a {type(module).__name__} is {_WORDS.get(switch.kind, switch.kind)} and computed standard attention: its "
+            f"config names the implementation {module.config._attn_implementation!r}; expected {NAME!r}: "
+            f"{undo} before changing it"
         )
 
 

@@ -38,6 +38,7 @@ class Switch:
         self.kind = kind
         self.before = before  # the attention implementation that the module's config named before
         self.start: Tensor | int | None = None  # None: the queries are the last keys
+        self.called = False  # in the current call of the module, that it comes here
         self.observe: Callable[..., None] | None = (
             None  # sees the arguments of standard attention, see `starts`
         )
@@ -78,6 +79,8 @@ def attention(
     """
     switch = getattr(module, SWITCH, None)
     kind = "standard" if switch is None else switch.kind
+    if switch is not None:
+        switch.called = True
     if switch is not None and switch.observe is not None:
         switch.observe(query, key, attention_mask, scaling)
         kind = "standard"
