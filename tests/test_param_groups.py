@@ -408,6 +408,18 @@ def test_splitting_twice_is_splitting_once_and_unsplitting_undoes_it(name: str) 
     computed(model).sum().backward()
 
 
+def test_a_class_that_others_put_before_ours_does_not_hide_the_stock_one() -> None:
+    model = tiny("gpt2").eval()
+    before, module = computed(model), model.transformer.h[0].attn.c_attn
+    kind = type(module)
+    param_groups(model, lr=1e-3, qk_lr_ratio=2.0)
+    ours = type(module)
+    module.__class__ = type("Sharded", (ours,), {})  # as fully_shard does
+    unsplit_(model)
+    assert type(module) is kind
+    assert torch.equal(computed(model), before)
+
+
 def test_unsplitting_puts_parameters_back_where_they_stood() -> None:
     model = tiny("gpt2")
     for block in model.transformer.h:
