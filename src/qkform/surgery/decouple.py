@@ -14,6 +14,7 @@ from qkform import sites
 from qkform.errors import ConfigError, LayoutError, SurgeryError
 from qkform.sites import Site
 from qkform.surgery import record
+from qkform.surgery.root import changeable
 from qkform.surgery.self_score import SelfScore
 
 CHANGE = "decouple"
@@ -41,7 +42,8 @@ def decouple_(
     seed    of the noise
 
     The change is recorded in `model.config.qkform` (see `record`). SurgeryError, with the model as it was: no attention
-    was found, none that is self-attention, decoupled before, or an attention that cannot be changed.
+    was found, none that is self-attention, decoupled before, wrapped for data-parallel training, or an attention that
+    cannot be changed. A config that the model shares with another is copied first: the other model keeps its own.
     UserWarning where the model has attention dropout: those calls take the reference, which keeps N x N weights. And
     where it has attentions whose weights no single parameter holds: those stay as they are.
 
@@ -52,16 +54,20 @@ def decouple_(
         raise SurgeryError(f"init={init!r} is none of {', '.join(get_args(Init))}")
     if batch is not None and init != "fit":
         raise SurgeryError(f'batch is for init="fit", and init is {init!r}')
-    _refuse_changed(model)
-    found = self_sites(model)
+    root = changeable(model, "decouple_")
+    _refuse_changed(root)
+    found = self_sites(root)
+    for site in found:
+        kind_of(site).check(site)
+    record.own_config(root)
     scores = _attach(found)
     try:
-        facts = _start(model, found, scores, init, batch, seed)
+        facts = _start(root, found, scores, init, batch, seed)
     except BaseException:
         _detach(found)
         raise
     record.note(
-        model,
+        root,
         CHANGE,
         init=init,
         seed=seed,
@@ -70,19 +76,20 @@ def decouple_(
         **facts,
     )
     _warn_of_dropout(found)
-    _warn_of_others(model, found)
+    _warn_of_others(root, found)
     return model
 
 
 def recouple_(model: Any) -> Any:
     """Undo `decouple_`: the self scores are the standard ones again, and `v` is gone; the model is returned."""
-    change = record.done(model, CHANGE)
-    found = [site for site in sites.find(model) if _is_decoupled(site)]
+    root = changeable(model, "recouple_")
+    change = record.done(root, CHANGE)
+    found = [site for site in sites.find(root) if _is_decoupled(site)]
     if not found:
         raise SurgeryError("the model is not decoupled: none of its attentions has a self_score")
     _detach(found)
     if change is not None:
-        record.forget(model, CHANGE)
+        record.forget(root, CHANGE)
     return model
 
 

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from qkform.errors import SurgeryError
+from qkform.surgery.root import keeper
 
 _ORDER = "_split_order"  # attribute of a split module: the names of its parameters as they stood before
-_WRAPPED = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 
 class Parts(nn.Module):  # type: ignore[misc]
@@ -113,7 +113,7 @@ def split_(model: nn.Module, module: nn.Module, name: str, chosen: NDArray[np.bo
             f"{name!r} of a {type(module).__name__} is no plain parameter and cannot be split; take its "
             "parametrization away first (torch.nn.utils.parametrize.remove_parametrizations)"
         )
-    if hasattr(parameter, "full_tensor") or any(type(m).__name__ in _WRAPPED for m in model.modules()):
+    if keeper(model) is not None:
         raise SurgeryError(
             f"{name!r} of a {type(module).__name__} is in a model that is sharded or wrapped for data-parallel "
             "training; call param_groups before it is wrapped"
