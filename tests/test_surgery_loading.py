@@ -69,6 +69,34 @@ def t5() -> Any:
     return transformers.T5ForConditionalGeneration(config)
 
 
+def bart() -> Any:
+    config = transformers.BartConfig(
+        d_model=24,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=3,
+        decoder_attention_heads=3,
+        encoder_ffn_dim=20,
+        decoder_ffn_dim=20,
+        max_position_embeddings=16,
+        dropout=0.0,
+        decoder_start_token_id=1,
+        forced_eos_token_id=None,
+        init_std=0.3,
+        **TEXT,
+    )
+    return transformers.BartForConditionalGeneration(config)
+
+
+def clip() -> Any:
+    config = transformers.CLIPConfig(
+        text_config={**SMALL, **TEXT, "max_position_embeddings": 16, "eos_token_id": 7},
+        vision_config={**SMALL, "image_size": 8, "patch_size": 4},
+        projection_dim=10,
+    )
+    return transformers.CLIPModel(config)
+
+
 FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
     "bert": (bert, "AutoModelForMaskedLM"),
     "vit": (vit, "AutoModelForImageClassification"),
@@ -79,17 +107,17 @@ FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def called(model: Any) -> dict[str, Tensor]:
-    if model.config.model_type == "vit":
-        return {"pixel_values": torch.arange(2 * 3 * 64.0).reshape(2, 3, 8, 8).sin()}
-    return {
-        "input_ids": TOKENS,
-        **({"decoder_input_ids": TOKENS[:, :5]} if model.config.model_type == "t5" else {}),
-    }
+    kind, image = model.config.model_type, torch.arange(2 * 3 * 64.0).reshape(2, 3, 8, 8).sin()
+    if kind == "vit":
+        return {"pixel_values": image}
+    more = {"pixel_values": image} if kind == "clip" else {"decoder_input_ids": TOKENS[:, :5]}
+    return {"input_ids": TOKENS, **(more if kind in ("clip", "t5", "bart") else {})}
 
 
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
-        out: Tensor = model.eval()(**called(model)).logits
+        found = model.eval()(**called(model))
+        out: Tensor = found.logits_per_image if model.config.model_type == "clip" else found.logits
     return out
 
 
@@ -396,6 +424,94 @@ def test_generation(tmp_path: Path) -> None:
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------
+
+
+# ---- parts, wholes and twins -------------------------------------------------------------------------------
+
+
+PARTS: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "bert": (bert, "BertForMaskedLM", "bert.encoder"),
+    "gpt2": (gpt2, "GPT2LMHeadModel", "transformer"),
+    "bart": (bart, "BartForConditionalGeneration", "model.encoder"),
+    "bart decoder": (bart, "BartForConditionalGeneration", "model.decoder"),
+    "clip": (clip, "CLIPModel", "vision_model"),
+}
+
+
+def decouple(model: Any) -> Any:
+    qk.surgery.decouple_(model)
+    with torch.no_grad():
+        for value in scores(model).values():
+            value.normal_()
+    return model
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "decouple": decouple,
+    "exclusive": lambda model: qk.surgery.set_attention_(model, "exclusive"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_that_was_changed_is_found_in_the_whole(
+    name: str, change: str, tmp_path: Path, said: list[str]
+) -> None:
+    make, kind, path = PARTS[name]
+    torch.manual_seed(0)
+    model = make().eval()
+    stock = logits(model)
+    CHANGES[change](model.get_submodule(path))
+    out = logits(model)
+    assert not torch.allclose(out, stock, atol=1e-4)
+    model.save_pretrained(tmp_path)
+    said.clear()
+    loaded = qk.surgery.from_pretrained(getattr(transformers, kind), tmp_path)
+    assert torch.equal(logits(loaded), out)
+    assert list(loaded.state_dict()) == list(model.state_dict())
+    assert said == []
+    loaded.save_pretrained(tmp_path / "again")
+    again = qk.surgery.from_pretrained(getattr(transformers, kind), tmp_path / "again")
+    assert torch.equal(logits(again), out)
+
+
+def test_a_part_that_could_be_several_is_named(tmp_path: Path) -> None:
+    model = bart()
+    qk.surgery.decouple_(model.model.encoder)
+    model.save_pretrained(tmp_path)
+    edit(tmp_path, lambda config: config["qkform"]["changes"][0].pop("of"))
+    with pytest.raises(SurgeryError, match=r"model\.decoder, model\.encoder are such parts; write the path"):
+        qk.surgery.from_pretrained(transformers.BartForConditionalGeneration, tmp_path)
+
+    def write(config: Any) -> None:
+        change = config["qkform"]["changes"][0]
+        change["sites"] = [f"model.encoder.{site}" for site in change["sites"]]
+
+    edit(tmp_path, write)
+    loaded = qk.surgery.from_pretrained(transformers.BartForConditionalGeneration, tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
+def test_models_made_from_one_config_change_one_by_one(change: str, part: bool, tmp_path: Path) -> None:
+    one = bert(attn_implementation="eager").eval()
+    config = one.config
+    other, text = transformers.BertForMaskedLM(config).eval(), config.to_json_string()
+    before = logits(other)
+    CHANGES[change](one.bert if part else one)
+    assert other.config is config
+    assert config.to_json_string() == text
+    assert config._attn_implementation == "eager"
+    assert torch.equal(logits(other), before)
+    configs = {id(m.config) for m in one.modules() if hasattr(m, "config")}
+    assert configs == {id(one.config)}
+    assert len(record.changes(one)) == 1
+    CHANGES[change](other)
+    assert not torch.allclose(logits(other), before, atol=1e-4)
+    one.save_pretrained(tmp_path)
+    loaded = qk.surgery.from_pretrained(transformers.BertForMaskedLM, tmp_path)
+    assert torch.equal(logits(loaded), logits(one))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from qkform.errors import CheckpointError, QKFormError, SurgeryError, prefixed
@@ -150,8 +151,15 @@ def restore(model: Any) -> None:
     """Build into a model of stock structure what its record of surgery describes; values come from elsewhere.
 
     The record is brought to this class of model: with another head, or none, its modules have other paths, and those
-    of a part that it does not have are gone.
+    of a part that it does not have are gone. Where a part was changed, and not the model, the paths start from there.
+    Parts with a config inside the model's, as a vision tower has, have their own records in it.
     """
+    for part in _parts(model):
+        _restore(part)
+    _restore(model)
+
+
+def _restore(model: Any) -> None:
     changes = record.changes(model)
     for change in changes:
         name = change.get("change")
@@ -176,18 +184,50 @@ def _moved(model: Any, change: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(sites, list):
         return change
     has = {path for path, _ in model.named_modules()}
-    prefix = f"{model.base_model_prefix}."
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
     places = [
         next((path for path in (site, f"{prefix}{site}", site.removeprefix(prefix)) if path in has), None)
         for site in map(str, sites)
     ]
     kept = [i for i, place in enumerate(places) if place is not None]
     if not kept:
-        return change
+        part = _part(model, change, has)
+        return change if part is None else {**change, "sites": [f"{part}.{site}" for site in sites]}
     along = {
         k: [v[i] for i in kept] for k, v in change.items() if isinstance(v, list) and len(v) == len(sites)
     }
     return {**change, **along, "sites": [places[i] for i in kept]}
+
+
+def _part(model: Any, change: Mapping[str, Any], has: AbstractSet[str]) -> str | None:
+    """The path of the part that was changed: the one module that has all the sites, of the class that it had."""
+    first = f".{change['sites'][0]}" if change["sites"] else None
+    above = [path.removesuffix(first) for path in has if path.endswith(first)] if first else []
+    fitting = [part for part in above if all(f"{part}.{site}" in has for site in change["sites"])]
+    of = [part for part in fitting if type(model.get_submodule(part)).__name__ == change.get("of")]
+    found = of if len(fitting) > 1 and of else fitting
+    if len(found) > 1:
+        raise SurgeryError(
+            f"the record of surgery is of a part of the model, {change.get('of', 'of unknown class')} with "
+            f"{change['sites'][0]}, and {', '.join(sorted(found))} are such parts; write the path of the one that was "
+            "changed in front of the sites of config.qkform"
+        )
+    return found[0] if found else None
+
+
+def _parts(model: Any) -> list[Any]:
+    """The outermost modules with configs that stand inside the model's own and have a record."""
+    inner, wanted = [getattr(model, "config", None)], set()
+    for config in inner:
+        found = [value for value in vars(config).values() if hasattr(value, "to_dict")] if config else []
+        inner += found
+        wanted |= {id(value) for value in found if getattr(value, "qkform", None) is not None}
+    outermost: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if id(config) in wanted and config is not getattr(model, "config", None):
+            outermost.setdefault(id(config), module)
+    return list(outermost.values())
 
 
 def _some(things: list[str], most: int = 3) -> str:
