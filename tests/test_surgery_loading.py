@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import qkform as qk
 from qkform.errors import CheckpointError, SurgeryError
-from qkform.surgery import record
+from qkform.surgery import collapse_, record
 
 transformers = pytest.importorskip("transformers")
 
@@ -435,6 +435,8 @@ PARTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "bart": (bart, "BartForConditionalGeneration", "model.encoder"),
     "bart decoder": (bart, "BartForConditionalGeneration", "model.decoder"),
     "clip": (clip, "CLIPModel", "vision_model"),
+    "t5": (t5, "T5ForConditionalGeneration", "encoder"),
+    "layer": (bert, "BertForMaskedLM", "bert.encoder.layer.1"),
 }
 
 
@@ -475,21 +477,93 @@ def test_a_part_that_was_changed_is_found_in_the_whole(
     assert torch.equal(logits(again), out)
 
 
-def test_a_part_that_could_be_several_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", ["BartEncoder", None])
+def test_a_record_of_a_part_is_brought_to_the_whole_that_has_it(of: str | None, tmp_path: Path) -> None:
     model = bart()
-    qk.surgery.decouple_(model.model.encoder)
+    decouple(model.model.encoder)
     model.save_pretrained(tmp_path)
-    edit(tmp_path, lambda config: config["qkform"]["changes"][0].pop("of"))
-    with pytest.raises(SurgeryError, match=r"model\.decoder, model\.encoder are such parts; write the path"):
-        qk.surgery.from_pretrained(transformers.BartForConditionalGeneration, tmp_path)
 
     def write(config: Any) -> None:
         change = config["qkform"]["changes"][0]
-        change["sites"] = [f"model.encoder.{site}" for site in change["sites"]]
+        assert change["of"] == "BartForConditionalGeneration"
+        change["sites"] = [site.removeprefix("model.encoder.") for site in change["sites"]]
+        change["of"] = of
 
     edit(tmp_path, write)
+    if of is None:
+        with pytest.raises(
+            SurgeryError, match=r"model\.decoder, model\.encoder are such parts; write the path"
+        ):
+            qk.surgery.from_pretrained(transformers.BartForConditionalGeneration, tmp_path)
+        return
     loaded = qk.surgery.from_pretrained(transformers.BartForConditionalGeneration, tmp_path)
     assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_part_of_a_changed_model_is_saved_and_loaded_by_itself(change: str, tmp_path: Path) -> None:
+    model = clip()
+    CHANGES[change](model)
+    model.save_pretrained(tmp_path / "whole")
+    model.vision_model.save_pretrained(tmp_path / "part")
+    image = called(model)["pixel_values"]
+    with torch.no_grad():
+        out = model.eval().vision_model(image).last_hidden_state
+        for folder in ("whole", "part"):
+            part = qk.surgery.from_pretrained(transformers.CLIPVisionModel, tmp_path / folder)
+            assert torch.equal(part(image).last_hidden_state, out)
+            assert len(record.changes(part)) == 1
+    whole = qk.surgery.from_pretrained(transformers.CLIPModel, tmp_path / "whole")
+    assert torch.equal(logits(whole), logits(model))
+    assert [len(record.changes(m)) for m in (whole, whole.vision_model, whole.text_model)] == [1, 1, 1]
+
+
+class Net(nn.Module):
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, nn.Linear(31, 2)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method`:DeprecationWarning"
+)  # on import of torch's compiler
+@pytest.mark.parametrize("wrap", [Net, nn.DataParallel, torch.compile], ids=lambda wrap: wrap.__name__)
+def test_a_model_in_a_module_of_ones_own_has_the_record_in_its_config(
+    change: str, wrap: Any, tmp_path: Path
+) -> None:
+    model = bert().eval()
+    outer = wrap(model)
+    if wrap is nn.DataParallel and change == "decouple":
+        with pytest.raises(
+            SurgeryError, match=r"wrapped by DataParallel.*decouple_.*before the model is wrapped"
+        ):
+            CHANGES[change](outer)
+        assert record.changes(model) == []
+        return
+    assert CHANGES[change](outer) is outer
+    model.save_pretrained(tmp_path)
+    loaded = qk.surgery.from_pretrained(transformers.BertForMaskedLM, tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    assert record.changes(loaded)[0]["sites"] == [f"bert.encoder.layer.{i}.attention.self" for i in (0, 1)]
+
+
+def test_undoing_a_part_leaves_the_record_of_the_rest(tmp_path: Path) -> None:
+    model = bert().eval()
+    decouple(model)
+    qk.surgery.recouple_(model.bert.encoder.layer[0])
+    (change,) = record.changes(model)
+    assert change["sites"] == ["bert.encoder.layer.1.attention.self"]
+    assert change["normalised"] == [False]
+    model.save_pretrained(tmp_path)
+    loaded = qk.surgery.from_pretrained(transformers.BertForMaskedLM, tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    qk.surgery.recouple_(model)
+    assert record.changes(model) == []
+    layer = bert().bert.encoder.layer[0]
+    both = nn.ModuleList([decouple(layer)])
+    qk.surgery.recouple_(both)
+    assert not hasattr(layer, "qkform")
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -527,6 +601,35 @@ def load(folder: Path, **options: Any) -> Any:
 def test_a_newer_record(folder: Path) -> None:
     edit(folder, lambda config: config["qkform"].update(version=2))
     with pytest.raises(SurgeryError, match=rf"^{folder}: .*version 2; this qkform knows 1: upgrade"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [{"version": 2, "changes": []}, {"version": True, "changes": []}, {"version": 1, "changes": ["x"]}],
+    ids=str,
+)
+def test_a_record_that_cannot_be_added_to_is_read_before_anything_is_changed(found: Any) -> None:
+    model = bert().eval()
+    before = logits(model)
+    model.config.qkform = found
+    for change in (*CHANGES.values(), collapse_):
+        with pytest.raises(SurgeryError, match="record of surgery has"):
+            change(model)
+        assert torch.equal(logits(model), before)
+        assert list(model.state_dict()) == list(bert().state_dict())
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["x", 1, None, {"sites": []}, {"change": []}, {"change": "decouple", "sites": "x"}, {"change": "decouple", "sites": [1]},
+     {"change": "set_attention", "kind": ["x"], "sites": ["a"]}, {"change": "decouple", "sites": [], "normalised": 3},
+     {"change": "decouple", "model": "x"}],
+    ids=str,
+)  # fmt: skip
+def test_a_malformed_change(folder: Path, change: Any) -> None:
+    edit(folder, lambda config: config["qkform"].update(changes=[change]))
+    with pytest.raises(SurgeryError, match="record of surgery"):
         load(folder)
 
 

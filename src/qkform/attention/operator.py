@@ -120,7 +120,9 @@ class Direct(torch.autograd.Function):  # type: ignore[misc]
     """The same without the operator, whose dispatch costs most of a millisecond: for eager calls of plain tensors."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, self_score: Tensor, *rest: Any) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, self_score: Tensor, *rest: Any
+    ) -> Tensor:
         mask, is_causal, scale, start, place = rest
         begin = start if place is None else int(place)
         check_start(begin, query.shape[2], key.shape[2])

@@ -59,7 +59,7 @@ def decouple_(
     found = self_sites(root)
     for site in found:
         kind_of(site).check(site)
-    record.own_config(root)
+    record.prepare(root)
     scores = _attach(found)
     try:
         facts = _start(root, found, scores, init, batch, seed)
@@ -83,13 +83,11 @@ def decouple_(
 def recouple_(model: Any) -> Any:
     """Undo `decouple_`: the self scores are the standard ones again, and `v` is gone; the model is returned."""
     root = changeable(model, "recouple_")
-    change = record.done(root, CHANGE)
     found = [site for site in sites.find(root) if _is_decoupled(site)]
     if not found:
         raise SurgeryError("the model is not decoupled: none of its attentions has a self_score")
     _detach(found)
-    if change is not None:
-        record.forget(root, CHANGE)
+    record.forget(root, CHANGE)
     return model
 
 
@@ -107,6 +105,11 @@ def restore(model: Any, change: Mapping[str, Any]) -> None:
             f"the model has self-attention at {', '.join(at)}"
         )
     normalised = change.get("normalised") or [None] * len(wanted)
+    if len(normalised) != len(wanted):
+        raise SurgeryError(
+            f"the record of surgery says of {len(normalised)} attentions whether they are normalised, and names "
+            f"{len(wanted)}"
+        )
     _attach([at[path] for path in wanted], normalised)
 
 

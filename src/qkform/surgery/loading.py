@@ -154,13 +154,22 @@ def restore(model: Any) -> None:
     of a part that it does not have are gone. Where a part was changed, and not the model, the paths start from there.
     Parts with a config inside the model's, as a vision tower has, have their own records in it.
     """
-    for part in _parts(model):
-        _restore(part)
-    _restore(model)
+    own = record.changes(model)
+    parts = [(part, record.changes(part)) for part in _parts(model)]
+    _restore(model, own)
+    known = {(change["change"], site) for change in record.changes(model) for site in change.get("sites", ())}
+    for path, part, changes in ((path, part, changes) for (path, part), changes in parts):
+        _restore(
+            part,
+            [
+                c
+                for c in changes
+                if not any((c["change"], f"{path}.{s}") in known for s in c.get("sites", ()))
+            ],
+        )
 
 
-def _restore(model: Any) -> None:
-    changes = record.changes(model)
+def _restore(model: Any, changes: list[dict[str, Any]]) -> None:
     for change in changes:
         name = change.get("change")
         if name not in _HOME:
@@ -172,7 +181,7 @@ def _restore(model: Any) -> None:
     for change in changes:
         record.forget(model, change["change"])
     for change in changes:
-        record.note(model, **change)
+        record.note(model, change["change"], **{k: v for k, v in change.items() if k != "change"})
         home = _HOME[change["change"]]
         if home is not None:
             importlib.import_module(home).restore(model, change)
@@ -189,14 +198,10 @@ def _moved(model: Any, change: dict[str, Any]) -> dict[str, Any]:
         next((path for path in (site, f"{prefix}{site}", site.removeprefix(prefix)) if path in has), None)
         for site in map(str, sites)
     ]
-    kept = [i for i, place in enumerate(places) if place is not None]
-    if not kept:
+    if not any(place is not None for place in places):
         part = _part(model, change, has)
         return change if part is None else {**change, "sites": [f"{part}.{site}" for site in sites]}
-    along = {
-        k: [v[i] for i in kept] for k, v in change.items() if isinstance(v, list) and len(v) == len(sites)
-    }
-    return {**change, **along, "sites": [places[i] for i in kept]}
+    return record.along({**change, "sites": places}, [place is not None for place in places])
 
 
 def _part(model: Any, change: Mapping[str, Any], has: AbstractSet[str]) -> str | None:
@@ -215,18 +220,18 @@ def _part(model: Any, change: Mapping[str, Any], has: AbstractSet[str]) -> str |
     return found[0] if found else None
 
 
-def _parts(model: Any) -> list[Any]:
-    """The outermost modules with configs that stand inside the model's own and have a record."""
+def _parts(model: Any) -> list[tuple[str, Any]]:
+    """By path the outermost modules with configs that stand inside the model's own and have a record."""
     inner, wanted = [getattr(model, "config", None)], set()
     for config in inner:
         found = [value for value in vars(config).values() if hasattr(value, "to_dict")] if config else []
         inner += found
         wanted |= {id(value) for value in found if getattr(value, "qkform", None) is not None}
-    outermost: dict[int, Any] = {}
-    for module in model.modules():
+    outermost: dict[int, tuple[str, Any]] = {}
+    for path, module in model.named_modules():
         config = getattr(module, "config", None)
         if id(config) in wanted and config is not getattr(model, "config", None):
-            outermost.setdefault(id(config), module)
+            outermost.setdefault(id(config), (path, module))
     return list(outermost.values())
 
 

@@ -42,8 +42,7 @@ def set_attention_(model: Any, kind: Kind) -> Any:
     for site, old in before.items():
         if old is None:
             kind_of(site).check(site)
-    if kind != "standard":
-        record.own_config(root)
+    record.prepare(root)
     for site, old in before.items():
         if old is not None:
             kind_of(site).switch_off(site)
