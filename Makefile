@@ -32,8 +32,9 @@ check: $(STAMP)  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: setup  ## benchmarks, as ratios within one run (10 minutes on a quiet machine)
+bench: setup  ## benchmarks, as ratios within one run (20 minutes on a quiet machine)
 	$(BIN)/python benchmarks/scan.py --save benchmarks/results
+	$(BIN)/python benchmarks/attention.py --save benchmarks/results
 
 clean:  ## remove the environment and everything generated
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

@@ -17,6 +17,7 @@ from tests import truth
 
 transformers = pytest.importorskip("transformers")
 truth.quiet()
+pytestmark = pytest.mark.filterwarnings("ignore:.*learned bias of position")  # of T5, see test_decouple
 
 ORACLE = "qkform_tests_oracle"
 VOCABULARY = 53

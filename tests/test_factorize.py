@@ -255,9 +255,63 @@ def test_a_matrix_of_higher_rank_is_an_error_or_is_cut_when_asked() -> None:
     assert largest(whole["attention"](x)[0], model["attention"](x)[0]) < 1e-12
     cut = factorize_(copy.deepcopy(model), truncate=True)["attention"]
     assert cut.W_Q.shape == (3, 12, 4)
-    s = torch.linalg.svdvals(model["attention"].W_QK)
-    left = (cut.circuit_qk() - model["attention"].W_QK).norm(dim=(1, 2))
+    whole, kept = (with_bias(a.circuit_qk(), a.key_bias()) for a in (model["attention"], cut))
+    s = torch.linalg.svdvals(whole)
+    assert largest((kept - whole).norm(dim=(1, 2)), s[:, 4:].norm(dim=1)) < 1e-12
+    s = torch.linalg.svdvals(model["attention"].W_OV)
+    left = (cut.circuit_ov() - model["attention"].W_OV).norm(dim=(1, 2))
     assert largest(left, s[:, 4:].norm(dim=1)) < 1e-12
+
+
+def with_bias(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """(H, n, m) and (H, m): the bias of each head as one more row."""
+    return torch.cat([weight, bias[:, None]], 1)
+
+
+PRUNED = {"one column": slice(0, 1), "two heads": slice(0, 8), "all": slice(None)}
+
+
+@DTYPES
+@pytest.mark.parametrize("what", PRUNED)
+@pytest.mark.parametrize("kind", ["torch", "bert", "gpt2"])
+def test_pruned_weights_with_biases_have_exact_factors(kind: str, what: str, dtype: torch.dtype) -> None:
+    """[W_Q; b_Q] W_K^T has rank d_head at most, though b_K is outside the row space of W_QK. Values need no row."""
+    model: Any
+    inputs: dict[str, Any]
+    if kind == "torch":
+        model = drawn(nn.MultiheadAttention(12, 3, batch_first=True))
+        inputs = dict.fromkeys(("query", "key", "value"), noise(2, 6, 12, dtype=dtype))
+        queries, values = model.in_proj_weight[:12], model.in_proj_weight[24:]
+    else:
+        model, inputs = hugging_face(kind)
+        drawn(model)
+        last = sites.find(model)[-1].module  # the others are whole
+        fused = last.c_attn.weight.T if kind == "gpt2" else None  # a view
+        queries, values = (
+            (last.query.weight, last.value.weight) if fused is None else (fused[:24], fused[48:])
+        )
+    with torch.no_grad():
+        queries[PRUNED[what]] = values[PRUNED[what]] = 0.0
+        model = model.to(dtype)
+        expected = model(**inputs)[0]
+        model = collapse_(model)
+        model = factorize_(model)
+        size = max(float(expected.abs().max()), 1.0)
+        assert largest(model(**inputs)[0], expected) < 10 * TOLERANCE[dtype] * size
+    for site in sites.find(model):
+        w_q, w_k = with_bias(site.w_q().double(), site.b_q().double()), site.w_k().double()
+        off = largest(w_q.transpose(1, 2) @ w_q, w_k.transpose(1, 2) @ w_k)
+        assert off < 10 * TOLERANCE[dtype] * float(w_k.detach().square().sum(1).max())
+
+
+def test_gradient_flow_conserves_the_balance_with_the_bias() -> None:
+    """E^T dL/dE = (dL/dW_K)^T W_K with E = [W_Q; b_Q], so that E^T E - W_K^T W_K stays: of W_Q alone it does not."""
+    a = drawn(CircuitAttention(9, 2, qk="factorized", d_head=4, bias=True).double())
+    a(noise(3, 5, 9))[0].sin().sum().backward()
+    right = a.W_K.grad.transpose(1, 2) @ a.W_K
+    extended, slope = with_bias(a.W_Q, a.b_Q), with_bias(a.W_Q.grad, a.b_Q.grad)
+    assert largest(extended.transpose(1, 2) @ slope, right) < 1e-13
+    assert largest(a.W_Q.transpose(1, 2) @ a.W_Q.grad, right) > 1e-3
 
 
 @pytest.mark.parametrize(("kept", "names"), [("qk", ("W_Q", "W_K", "b_Q")), ("ov", ("W_V", "W_O"))])
@@ -308,7 +362,7 @@ def test_a_hugging_face_model_is_collapsed_and_taken_apart_again(name: str, dtyp
     assert [type(m) for m in model.modules()] == classes
     assert changes(model) == []
     for site in sites.find(model):
-        w_q, w_k = site.w_q().double(), site.w_k().double()
+        w_q, w_k = with_bias(site.w_q().double(), site.b_q().double()), site.w_k().double()
         assert largest(w_q.transpose(1, 2) @ w_q, w_k.transpose(1, 2) @ w_k) < 1e3 * TOLERANCE[dtype]
 
 

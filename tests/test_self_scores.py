@@ -72,6 +72,7 @@ def test_zero_and_nan_v_are_null_where_they_mean_nothing(write_model):
     assert rows[0, 1]["self_norm"] == 0.0
     assert rows[0, 1]["self_share"] == 0.0
     assert rows[0, 1]["self_sign"] is None
+    assert rows[0, 1]["reason"] == "v is zero: it has no sign"
     assert rows[1, 2]["self_norm"] is rows[1, 2]["self_share"] is None
     assert "v, the weights of the self score" in rows[1, 2]["reason"]
     assert rows[1, 0]["reason"] is None
@@ -81,6 +82,7 @@ def test_a_changed_form_has_no_share(write_model):
     row = qk.scan(write_model(decoupled(np.random.default_rng(0), 0)), bias=True).layers[0]
     assert row["self_norm"] > 0
     assert row["self_share"] is None
+    assert "no share" in row["reason"]
 
 
 def test_a_v_of_another_shape_is_told(write_model):
@@ -115,3 +117,18 @@ def test_the_terminal_shows_v_where_there_is_one(width, write_model):
 
     assert "own |v|" in screen("own", decoupled(np.random.default_rng(0), 0, 1))
     assert "own |v|" not in screen("stock", bert_tensors(np.random.default_rng(0)))
+
+
+def test_a_v_above_several_layers_is_of_none(write_model):
+    tensors = bert_tensors(np.random.default_rng(0), dtype=np.float64)
+    tensors["self_score.v"] = np.ones((3, 12))
+    for row in qk.scan(write_model(tensors)).rows:
+        assert row["self_norm"] is None
+        assert "decoupled" not in row["flags"]
+
+
+def test_an_infinite_v_has_no_share(write_model):
+    tensors = decoupled(np.random.default_rng(0), 0)
+    tensors[PATH.format(0)][0, 0] = np.inf
+    row = next(r for r in qk.scan(write_model(tensors)).heads if (r["layer"], r["head"]) == (0, 0))
+    assert row["self_norm"] is row["self_share"] is row["self_sign"] is None

@@ -19,6 +19,7 @@ from qkform.errors import CheckpointError, SurgeryError
 from qkform.surgery import collapse_, record
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:.*learned bias of position")  # of T5, see test_decouple
 
 SMALL = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 20}
 TEXT = {"vocab_size": 31, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}

@@ -17,7 +17,7 @@ import qkform as qk
 from qkform import sites
 from qkform.errors import SurgeryError
 from qkform.form.rotary import Rotary
-from qkform.surgery import arms, rebuilt, record
+from qkform.surgery import arms, chance, rebuilt, record
 from tests import truth
 
 transformers = pytest.importorskip("transformers")
@@ -184,14 +184,80 @@ def test_the_control_has_no_symmetry_and_the_same_factors() -> None:
             (start,) = qk.surgery.symmetrize_(model, arm=arm)
             (site,) = sites.find(model)
             values[arm] = torch.linalg.svdvals(site.w_k().detach().double())
+            assert (start.expected is None) == (arm == "matched")
             if arm == "orthogonal":
                 assert start.promised is None
+                assert start.expected is not None
+                assert abs(start.symmetry - start.expected[0]) < 5 * start.expected[1]
                 assert abs(start.symmetry) < 0.06
                 assert max(abs(s) for s in start.head_symmetry) < 0.2
                 if name == "llama":
                     at = [site.snapshot().form_with(offset=n).total().symmetry()[0] for n in (1, 7, -3)]
                     assert max(abs(s) for s in at) < 0.2
         np.testing.assert_allclose(values["orthogonal"], values["matched"], rtol=1e-5)
+
+
+PLANES = Rotary("half", (1.0, 0.3, 0.1, 0.03))
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "one W_Q"])
+@pytest.mark.parametrize(
+    "rotary", [None, PLANES, Rotary("half", (1.0, 0.1), start=3)], ids=["plain", "all", "half"]
+)
+def test_what_symmetry_the_control_has_by_chance(rotary: Rotary | None, shared: bool) -> None:
+    """Mean and standard deviation over J, against W as a whole matrix."""
+    generator = torch.Generator().manual_seed(0)
+    w_q = torch.randn(3, 11, 8, generator=generator, dtype=torch.float64) * torch.linspace(0.2, 1.0, 8)
+    w_q = w_q[:1].expand(3, 11, 8) if shared else w_q
+    c = torch.tensor([1.0, 0.4, 2.5], dtype=torch.float64)
+    turning = arms.planes(8, rotary)
+
+    def make(head: int, drawn: Any) -> torch.Tensor:
+        return arms.random(turning, head, drawn)
+
+    def whole(head: int) -> torch.Tensor:
+        return c[head] * w_q[head] @ make(head, generator).T @ w_q[head].T
+
+    every = torch.stack([torch.stack([whole(g) for g in range(3)]).sum(0) for _ in range(500)])
+    symmetry = (every * every.mT).sum((1, 2)) / every.square().sum((1, 2))
+    mean, deviation = chance.by_chance(w_q, c, make, generator)
+    assert abs(mean - symmetry.mean()) < 4 * symmetry.std() / chance.DRAWS**0.5
+    assert 0.6 < deviation / symmetry.std() < 1.6
+    j = [make(g, torch.Generator().manual_seed(5)) for g in range(3)]
+    w = sum(c[g] * w_q[g] @ j[g].T @ w_q[g].T for g in range(3))
+    exact = chance.by_chance(w_q, c, lambda g, _: j[g], None)
+    assert exact == pytest.approx((float((w * w.T).sum() / w.square().sum()), 0.0), abs=1e-14)
+
+
+def test_no_seed_of_the_control_is_refused() -> None:
+    """Heads that share the columns of W_Q have symmetry by chance; so much is expected, and each J is as good."""
+    off = []
+    for seed in range(16):
+        torch.manual_seed(seed)
+        layer = nn.MultiheadAttention(96, 12)
+        with torch.no_grad():
+            layer.in_proj_weight[:96] = layer.in_proj_weight[:8].repeat(12, 1)
+        (start,) = qk.surgery.symmetrize_(layer, arm="orthogonal", seed=seed, rotary=PLANES)
+        mean, deviation = start.expected
+        off.append(abs(start.symmetry - mean) / deviation)
+        assert 0.1 < deviation < 0.8
+    assert max(off) < 5.0
+    assert np.mean(off) > 0.3
+
+
+def test_the_control_of_one_orthonormal_head_is_haars() -> None:
+    """Mean 1/d_head and standard deviation sqrt(2)/d_head; rank, not d_head, counts where some columns are small."""
+    generator = torch.Generator().manual_seed(0)
+    w_q = torch.linalg.qr(torch.randn(40, 16, generator=generator, dtype=torch.float64)).Q[None]
+
+    def make(head: int, drawn: Any) -> torch.Tensor:
+        return arms.random(arms.planes(16, None), head, drawn)
+
+    for many in (16, 8):
+        w_q[:, :, many:] *= 1e-3
+        mean, deviation = chance.by_chance(w_q, torch.ones(1), make, generator)
+        assert mean == pytest.approx(1 / many, abs=4 * 2**0.5 / many / chance.DRAWS**0.5)
+        assert deviation == pytest.approx(2**0.5 / many, rel=0.5)
 
 
 # ---- what stays ----------------------------------------------------------------------------------------------
@@ -663,7 +729,7 @@ def test_nothing_is_written_where_one_layer_cannot_be(what: str, arm: str, messa
     assert record.changes(model) == []
 
 
-@pytest.mark.parametrize("arm", ["matched", "orthogonal", "script"])
+@pytest.mark.parametrize("arm", ["matched", "script"])
 def test_a_promise_that_is_not_kept_is_undone(arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer is measured after writing; where one fails all is put back."""
     model = model_of("whisper")
@@ -671,15 +737,69 @@ def test_a_promise_that_is_not_kept_is_undone(arm: str, monkeypatch: pytest.Monk
     if arm == "script":
         monkeypatch.setitem(rebuilt.REBUILT, arm, rebuilt.Rebuilt(1.0, True, rebuilt.script_scale))
         message = r"encoder.layers.0.self_attn: the arm 'script' promises symmetry \+1"
-    elif arm == "matched":
+    else:
         monkeypatch.setitem(arms.ARMS, arm, arms.Arm(1.0, arms.random, arms._any))
         message = r"encoder.layers.0.self_attn: the arm 'matched' promises symmetry \+1"
-    else:
-        model, _ = tiny("bert", hidden_size=96)
-        before = weights(model)
-        monkeypatch.setitem(arms.ARMS, arm, arms.Arm(None, arms.identity, arms._any))
-        message = r"the control has symmetry \+1.000, beyond"
     with pytest.raises(SurgeryError, match=message):
+        qk.surgery.symmetrize_(model, arm=arm)
+    assert changed(before, model) == 0
+    assert record.changes(model) == []
+
+
+def haar(p: arms.Planes, head: int, generator: Any) -> torch.Tensor:
+    return arms._haar(p.d_head, generator)
+
+
+def longer(p: arms.Planes, head: int, generator: Any) -> torch.Tensor:
+    return arms.random(p, head, generator) * (1.0 + 1e-9)
+
+
+def mixed(p: arms.Planes, head: int, generator: Any) -> torch.Tensor:
+    """Turns of planes that are not the model's."""
+    return arms.random(arms.Planes(tuple((i, i + 1) for i in range(0, p.d_head, 2)), ()), head, generator)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (haar, "does not commute with the rotation, by"),
+        (mixed, "does not commute with the rotation, by"),
+        (longer, r"is not orthogonal, by 2\.0e-09"),
+        (arms.identity, r"has a symmetry of its own in a rotary plane, by 2\.0e\+00"),
+        (arms.quarter_turns, r"has a symmetry of its own in a rotary plane, by 2\.0e\+00"),
+    ],
+)
+def test_a_j_that_is_none_is_not_written(make: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the control promises of J is checked itself: W need not show it."""
+    model = model_of("llama")
+    before = weights(model)
+    monkeypatch.setitem(arms.ARMS, "orthogonal", arms.Arm(None, make, arms._any))
+    with pytest.raises(
+        SurgeryError, match=rf"^layers.0.self_attn: the arm 'orthogonal' has drawn .*J {message}"
+    ):
+        qk.surgery.symmetrize_(model, arm="orthogonal")
+    assert changed(before, model) == 0
+
+
+@pytest.mark.parametrize("arm", FOUR)
+def test_keys_that_do_not_read_as_they_were_written_are_put_back(
+    arm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit: one number of one head that is off by its last digit is noticed in every arm."""
+    model = model_of("gpt2")
+    before = weights(model)
+    write = sites.Site.write_
+    calls = []
+
+    def off(site: Any, **values: Any) -> None:
+        calls.append(site.path)
+        if len(calls) == 2:
+            values["w_k"] = values["w_k"].clone()
+            values["w_k"][1, 2, 3] = torch.nextafter(values["w_k"][1, 2, 3], torch.tensor(9.0))
+        write(site, **values)
+
+    monkeypatch.setattr(sites.Site, "write_", off)
+    with pytest.raises(SurgeryError, match=r"^h.1.attn: W_K does not hold what was written, c W_Q J"):
         qk.surgery.symmetrize_(model, arm=arm)
     assert changed(before, model) == 0
     assert record.changes(model) == []

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkform import attention as attention
+    from qkform import dynamics as dynamics
     from qkform import errors as errors
     from qkform import report as report
     from qkform import sites as sites
@@ -42,6 +43,7 @@ _HOME = {
     "layers": "qkform.scanner",
     "scan": "qkform.scanner",
     "attention": "qkform.attention",
+    "dynamics": "qkform.dynamics",
     "errors": "qkform.errors",
     "report": "qkform.report",
     "sites": "qkform.sites",

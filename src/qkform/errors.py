@@ -10,6 +10,7 @@
     ├── FormError                  arrays that do not make a query-key form, or a score it does not have
     ├── AttentionError             arguments of an attention function that do not fit each other
     ├── SurgeryError               a model that cannot be changed as asked
+    ├── DynamicsError              a question about training that has no answer
     ├── RecordError                a table cannot be saved or loaded
     └── MissingExtra               a feature needs a package of an optional extra
 
@@ -49,6 +50,10 @@ class AttentionError(QKFormError, ValueError):
 
 class SurgeryError(QKFormError):
     """A model that cannot be changed as asked: no attention in it, changed before, or of a kind that has no room."""
+
+
+class DynamicsError(QKFormError, ValueError):
+    """A question about training that has no answer: a task that cannot be, a loss or a sharpness not reached."""
 
 
 class RecordError(QKFormError):

@@ -123,6 +123,7 @@ def _self_scores(
     v = v.sum(0, keepdims=True) if first is None else v[first : first + form.n_heads]
     with np.errstate(all="ignore"):  # NaN and 0/0 come out as null
         size = np.linalg.norm(v, axis=1)
+        size[~np.isfinite(size)] = np.nan
         sign = v.sum(1) / np.abs(v).sum(1)
         share = 1 / (1 + (norm / size) ** 2) if raw else None
     return {"self_norm": size, "self_sign": sign, "self_share": share}
@@ -140,6 +141,10 @@ def _undefined(row: Row, *, decoupled: bool) -> str | None:
         return "the biases hold NaN or infinity"
     if decoupled and row["self_norm"] is None:
         return "v, the weights of the self score, holds NaN or infinity"
+    if decoupled and row["self_norm"] == 0.0:
+        return "v is zero: it has no sign"
+    if decoupled and row["self_share"] is None:
+        return "v is of the form as stored: it has no share in a changed one"
     if row["positive_energy"] is None:
         return "W is skew: its symmetric part has no directions"
     if row["symmetry_z"] is None:

@@ -74,7 +74,7 @@ def decoupled_attention(
     place = query_start if isinstance(query_start, Tensor) else None
     start = key.shape[2] - query.shape[2] if query_start is None else 0 if place is not None else query_start
     given = (query, key, value, self_score, attn_mask, is_causal, scale, start, place)
-    return Direct.apply(*given) if direct(*given[:5], place) else attend(*given)[0]  # type: ignore[no-any-return]
+    return Direct.apply(*given) if direct(*given[:5], place) else attend(*given)[0]
 
 
 def why_not_flash(

@@ -44,20 +44,15 @@ def forward(
         o, other = _fused(q, k, v, part, scale)
         a, b = part.rows
         before = lse[..., a:b]
-        weight = torch.sigmoid(other - before)
+        share = other - before  # log of the odds of this part
         if part.closable:
-            weight.masked_fill_(other == -math.inf, 0.0)
+            share.masked_fill_(other == -math.inf, -math.inf)
         before.copy_(torch.logaddexp(before, other))
         if out is None:
             out = o if b - a == n else torch.empty_like(q)
         split = by_group(out, groups)
         base = own if a >= done else split
-        torch.lerp(
-            base[..., a:b, :],
-            by_group(o, groups),
-            by_group(weight.to(q.dtype), groups)[..., None],
-            out=split[..., a:b, :],
-        )
+        _join(base[..., a:b, :], by_group(o, groups), by_group(share, groups), split[..., a:b, :])
         if a >= done:
             split[..., done:a, :] = own[..., done:a, :]
             done = b
@@ -117,6 +112,16 @@ def backward(
     return gq, gk, gv, grad_self
 
 
+def _join(base: Tensor, other: Tensor, odds: Tensor, out: Tensor) -> None:
+    """Into `out`: `other` with the weight sigmoid(odds), `base` with the rest."""
+    if base.dtype in (torch.float32, torch.float64):
+        torch.lerp(base, other, torch.sigmoid(odds).to(base.dtype)[..., None], out=out)
+        return
+    # Near 1 a narrow weight has steps of 0.004 (bfloat16): the rest would be lost, so it is a factor of its own.
+    rest = base * torch.sigmoid(-odds).to(base.dtype)[..., None]
+    torch.addcmul(rest, other, torch.sigmoid(odds).to(base.dtype)[..., None], out=out)
+
+
 def _fused(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of one part; a row without open keys is 0 and -inf."""
     return KERNELS[q.device.type].forward(
@@ -152,7 +157,7 @@ def _slopes(grad: Tensor, own: Tensor, out: Tensor) -> Tensor:
     together = max(1, TOGETHER // max(1, grad[:1].numel()))
     for b in range(0, grad.shape[0], together):
         some = slice(b, b + together)
-        steps = own[some, :, None] - by_group(out[some], groups)
+        steps = own[some, :, None].to(wide) - by_group(out[some], groups)  # float16 would overflow
         steps *= by_group(grad[some], groups)
         torch.sum(steps, -1, dtype=wide, out=by_group(slopes[some], groups))
     return slopes

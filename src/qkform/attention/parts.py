@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -49,9 +50,7 @@ def parts(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, start: int) -
 def _two_sided(q: Tensor, k: Tensor, mask: Tensor | None, start: int) -> Iterator[Part]:
     n, m = q.shape[2], k.shape[2]
     if mask is None and n * m < REVERSE_FROM**2:
-        hidden = q.new_zeros(n, m)
-        hidden.diagonal(start).fill_(-math.inf)
-        yield Part((0, n), (0, m), hidden[None, None])
+        yield Part((0, n), (0, m), _hidden(n, m, start, q.dtype, q.device))
     elif mask is None and KERNELS[q.device.type].any_strides:
         line = q.new_zeros(n + m - 1)
         line[m - 1 - start] = -math.inf
@@ -67,6 +66,17 @@ def _two_sided(q: Tensor, k: Tensor, mask: Tensor | None, start: int) -> Iterato
             hidden.fill_(-math.inf)
             yield Part((first, end), (0, m), copy[:, :, : end - first], closable=True)
             hidden.copy_(own[..., first:end])
+
+
+@lru_cache(
+    maxsize=4
+)  # at most 1.6 MB each: touching such memory anew in every layer costs more than reading it
+def _hidden(n: int, m: int, start: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """-inf at each query's own key, (1, 1, N, M); nobody writes to it."""
+    with torch.inference_mode(False):
+        hidden = torch.zeros(n, m, dtype=dtype, device=device)
+        hidden.diagonal(start).fill_(-math.inf)
+    return hidden[None, None]
 
 
 def _cut(mask: Tensor | None, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor | None:

@@ -17,25 +17,34 @@ def with_self_scores(
 ) -> list[AttentionLayer]:
     """The layers, those that are decoupled with the tensor of their v (n_heads, d_model) and the flag `decoupled`.
 
-    A v belongs to the self-attention below whose path it stands. ConfigError where its shape is not of that layer.
+    A v belongs to the one self-attention whose queries stand nearest below its path; above several it is of none.
+    ConfigError where its shape is not of that layer.
     """
     owners = {
         name.removesuffix(ENDING): name for name in tensors if name == ENDING or name.endswith(f".{ENDING}")
     }
     if not owners:
         return list(layers)
-    return [_with_own(layer, owners, tensors, where) for layer in layers]
+    mine = [_owner(layer, owners) for layer in layers]
+    weights: dict[str | None, set[str]] = {}
+    for layer, owner in zip(layers, mine, strict=True):
+        weights.setdefault(owner, set()).add(layer.q.weight)
+    return [
+        layer if owner is None or len(weights[owner]) > 1 else _with_own(layer, owners[owner], tensors, where)
+        for layer, owner in zip(layers, mine, strict=True)
+    ]
+
+
+def _owner(layer: AttentionLayer, owners: Mapping[str, str]) -> str | None:
+    """The nearest path above the queries at which a v stands."""
+    if layer.attention != "self":
+        return None
+    return max((prefix for prefix in owners if layer.q.weight.startswith(prefix)), key=len, default=None)
 
 
 def _with_own(
-    layer: AttentionLayer, owners: Mapping[str, str], tensors: Mapping[str, HasShape], where: str
+    layer: AttentionLayer, name: str, tensors: Mapping[str, HasShape], where: str
 ) -> AttentionLayer:
-    if layer.attention != "self":
-        return layer
-    owner = max((prefix for prefix in owners if layer.q.weight.startswith(prefix)), key=len, default=None)
-    if owner is None:
-        return layer
-    name = owners[owner]
     shape, wanted = tuple(tensors[name].shape), (layer.n_heads, layer.d_model)
     if shape != wanted:
         raise ConfigError(f"{where}: {name!r} has shape {shape}; the heads of {layer.module} need {wanted}")

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a ScoreTable or a DiffTable: works offline, makes no request, runs nothing from it.
+"""One self-contained HTML page of scores, differences or a flow: works offline, makes no request, runs nothing of it.
 
 Names in a checkpoint are hostile until shown otherwise. Text goes through jinja2's autoescape; rows and
 charts go into the page as JSON without the characters that end an element; scripts run only if their SHA-256
@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from qkform.differences import DiffTable
+from qkform.flows import FlowTable
 from qkform.records import Row, ScoreTable, write_whole
 from qkform.report import charts, words
 from qkform.report.bundle import javascript
 from qkform.report.diffsection import DiffSection
+from qkform.report.flowsection import WORDS, FlowSection
 from qkform.report.rows import DIFF_POINT_COLUMNS, POINT_COLUMNS, Points, text
 from qkform.report.sections import Section, both_scores
 from qkform.report.series import entries, labels
@@ -30,7 +32,7 @@ _JSON_ESCAPES = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 
 
 def write_page(
-    table: ScoreTable | DiffTable,
+    table: ScoreTable | DiffTable | FlowTable,
     path: str | os.PathLike[str],
     *,
     title: str | None = None,
@@ -47,7 +49,7 @@ def write_page(
 
 
 def page_html(
-    table: ScoreTable | DiffTable,
+    table: ScoreTable | DiffTable | FlowTable,
     *,
     title: str | None = None,
     cache_folder: str | os.PathLike[str] | None = None,
@@ -59,6 +61,8 @@ def page_html(
     """
     if isinstance(table, DiffTable):
         return _diff_html(table, title, cache_folder)
+    if isinstance(table, FlowTable):
+        return _flow_html(table, title, cache_folder)
     found = entries(table)
     names = labels(found)
     models = [
@@ -109,6 +113,20 @@ def _diff_html(diff: DiffTable, title: str | None, cache_folder: str | os.PathLi
                 for i, group in enumerate(section.groups)
             ]
         ),
+    )
+
+
+def _flow_html(table: FlowTable, title: str | None, cache_folder: str | os.PathLike[str] | None) -> str:
+    section = FlowSection(table, _chart)
+    return _rendered(
+        "flow.html.j2",
+        bool(section.ends),
+        cache_folder,
+        title=text(title) if title else "One layer of attention in training",
+        flow=section,
+        conventions=[(["this task"], section.pairs)],
+        scores=WORDS,
+        data="[]",
     )
 
 

@@ -10,8 +10,11 @@ from typing import Any
 
 from qkform.differences import DiffTable
 from qkform.errors import RecordError
+from qkform.flows import FlowTable
 from qkform.records import ScoreTable, values, write_whole
-from qkform.report import changes, charts, paths
+from qkform.report import changes, charts, flowcharts, paths
+from qkform.report.flowscreen import circuit_words, task_words
+from qkform.report.flowsection import picture_points, safe_rows
 from qkform.report.look import INK, QUIET, Axis, model_colour
 from qkform.report.rows import Group, Points, diff_groups, distinct, groups, shortened, text, whole_score
 from qkform.report.sections import KINDS, both_scores
@@ -24,7 +27,9 @@ _LONGEST = 40  # characters of a name from the record in a file's name
 
 
 def save_plots(
-    table: ScoreTable | DiffTable, folder: str | os.PathLike[str], formats: Sequence[str] = FORMATS
+    table: ScoreTable | DiffTable | FlowTable,
+    folder: str | os.PathLike[str],
+    formats: Sequence[str] = FORMATS,
 ) -> list[Path]:
     """Write every chart of `table` into `folder`, each file whole or not at all; returns their paths.
 
@@ -43,7 +48,7 @@ def save_plots(
         raise RecordError(f"cannot write plots to {target}: {error.strerror or error}") from None
     taken: set[str] = set()
     written = []
-    for parts, title, chart in _diff_plots(table) if isinstance(table, DiffTable) else _score_plots(table):
+    for parts, title, chart in _plots(table):
         spec = _with_title(chart, title).to_dict(validate=False)
         name = file_name(parts, taken)
         for form in dict.fromkeys(formats):
@@ -56,6 +61,13 @@ def save_plots(
             _write(path, content)
             written.append(path)
     return written
+
+
+def _plots(table: ScoreTable | DiffTable | FlowTable) -> Iterator[tuple[list[str], list[str], Any]]:
+    """(parts of the name, lines of the title, chart) for every chart of a record."""
+    if isinstance(table, DiffTable):
+        return _diff_plots(table)
+    return _flow_plots(table) if isinstance(table, FlowTable) else _score_plots(table)
 
 
 def _is_picture(path: Path) -> bool:
@@ -160,6 +172,20 @@ def _diff_plots(diff: DiffTable) -> Iterator[tuple[list[str], list[str], Any]]:
         if changes.both_ends(group.rows):
             chart = changes.arrows(group.rows, width=_WIDE)
             yield [*name, "plane-arrows"], ["From a (circle) to b (tip), an arrow per layer", of], chart
+
+
+def _flow_plots(table: FlowTable) -> Iterator[tuple[list[str], list[str], Any]]:
+    points = picture_points(table.points, safe_rows(table.rows))
+    of = [_clean(", ".join(circuit_words(table.task))), _clean(task_words(table.task))]
+    if any(point["kind"] == "line" for point in points):
+        chart: Any = flowcharts.phase_plane(points, width=_WIDE)
+        yield ["flow", "phase-plane"], ["The straight line of training", *of], chart
+        chart = flowcharts.way(points, width=_WIDE, height=320)
+        yield ["flow", "way"], ["From the start to the loss, in gap and gain", *of], chart
+    if any(point["kind"] == "end" and point["ratio"] > 0 for point in points):
+        for measure in ("sharpness", "entropy"):
+            chart = flowcharts.against_ratio(points, measure, width=_WIDE, height=320)
+            yield ["flow", measure], [f"{measure.capitalize()} when the loss is reached", *of], chart
 
 
 def _at(entry: Entry) -> str:

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from qkform.differences import DIFF_COLUMNS, DiffTable
+from qkform.flows import FlowTable
 from qkform.records import ModelScores, Row, ScoreTable, median_of, single_heads, values, whole_layers
+from qkform.report.flowscreen import flow_screen
 from qkform.report.reading import change, decimals, is_number, movement, reading, signed
 from qkform.report.series import UNITS, Entry, entries
 from qkform.report.terminal import (
@@ -30,9 +32,9 @@ LINES = 40  # of a series; a longer one is thinned out, its first and last kept
 
 
 def renderables(
-    table: ScoreTable | DiffTable | ModelScores, *, width: int, unicode: bool = True
+    table: ScoreTable | DiffTable | FlowTable | ModelScores, *, width: int, unicode: bool = True
 ) -> Iterator[Any]:
-    """What rich prints for a table, a comparison or one model.
+    """What rich prints for a table, a comparison, a flow or one model.
 
     `width` in columns; from 96 on it holds every column, below 76 the bars go. `unicode=False` draws with ASCII.
     """
@@ -40,6 +42,8 @@ def renderables(
         yield from model_screen(table, width=width, unicode=unicode)
     elif isinstance(table, DiffTable):
         yield from _diff_screen(table, width=width, unicode=unicode)
+    elif isinstance(table, FlowTable):
+        yield from flow_screen(table, width=width, unicode=unicode)
     else:
         for entry in entries(table):
             if entry.kind is None:

@@ -242,13 +242,27 @@ def balanced(product: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tens
     return left.to(product.dtype), right.to(product.dtype), float(lost.max()) if lost.numel() else 0.0
 
 
+def balanced_qk(
+    w_qk: torch.Tensor, b_k: torch.Tensor | None, rank: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """W_Q (..., d, rank), W_K (..., m, rank), b_Q (..., rank) of [W_QK; b_K] = [W_Q; b_Q] W_K^T, and what is left.
+
+    The bias is one more row, so that [W_Q; b_Q]^T [W_Q; b_Q] = W_K^T W_K. What came from factors has that rank with
+    this row; in the row space of W_QK alone b_K need not be, as where queries are pruned or begin at zero. And it is
+    this balance that gradient flow conserves. The error is that of `balanced`, of the extended matrix.
+    """
+    row = torch.zeros_like(w_qk[..., 0, :]) if b_k is None else b_k
+    extended, w_k, lost = balanced(torch.cat([w_qk, row[..., None, :]], -2), rank)
+    return extended[..., :-1, :], w_k, extended[..., -1, :], lost
+
+
 def converted(
     attention: CircuitAttention, *, qk: Kind, ov: Kind, rank: int | None = None
 ) -> tuple[Any, float]:
     """The same attention with its circuits held as asked, and the largest relative error of what a rank cut off.
 
-    A new module; factors are balanced, `rank` wide (d_head if None). A circuit that is factorized already with that
-    width keeps its factors.
+    A new module; factors are balanced, W_Q with its bias as one more row, `rank` wide (d_head if None). A circuit that
+    is factorized already with that width keeps its factors.
     """
     old = attention
     width = rank or old.d_head
@@ -268,9 +282,7 @@ def converted(
             whole = old.W_QK if old.qk == "collapsed" else old.W_Q.double() @ old.W_K.double().transpose(1, 2)
             _put(new, W_QK=whole, b_K=old.key_bias())
         else:
-            left, right, error = balanced(old.circuit_qk(), width)
-            lost.append(error)
-            bias, error = _solved(right, old.key_bias())
+            left, right, bias, error = balanced_qk(old.circuit_qk(), old.key_bias(), width)
             lost.append(error)
             _put(new, W_Q=left, W_K=right, b_Q=bias)
         if ov == old.ov == "factorized" and width == old.d_head:
@@ -292,22 +304,12 @@ def _put(module: nn.Module, **values: torch.Tensor | None) -> None:
             own.copy_(value)
 
 
-def _solved(w_k: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor | None, float]:
-    """b_Q (n_heads, rank) with W_K b_Q = bias as nearly as can be, and the relative error."""
-    if bias is None:
-        return None, 0.0
-    wide, goal = w_k.double(), bias.double()[:, :, None]
-    found = torch.linalg.pinv(wide) @ goal
-    size = goal.norm(dim=1)
-    error = ((wide @ found - goal).norm(dim=1) / size.clamp_min(torch.finfo(size.dtype).tiny)).max()
-    return found[:, :, 0].to(bias.dtype), float(error)
-
-
 def refuse_loss(path: str, lost: float, rank: int, like: torch.Tensor, truncate: bool) -> None:
     """SurgeryError where factors of a rank leave more than rounding of collapsed matrices such as `like`."""
     tolerance = 10 * like.shape[-1] * torch.finfo(like.dtype).eps
     if lost > tolerance and not truncate:
         raise SurgeryError(
-            f"{path or 'the attention'}: a collapsed matrix has a rank above {rank}; its factors would leave a "
+            f"{path or 'the attention'}: a collapsed matrix (W_QK with b_K as one more row, or W_OV) has a rank above "
+            f"{rank}; its factors would leave a "
             f"relative error of {lost:.2g}: pass truncate=True to allow that, or a higher rank for a CircuitAttention"
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +21,7 @@ from qkform.surgery.self_score import SelfScore
 
 CHANGE = "decouple"
 Init = Literal["diagonal", "zero", "spread", "fit"]
+_BIAS = re.compile(r"relative_(attention|position)_bias|rel_pos|position_bias")
 _DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "dropout_prob", "attention_dropout_prob")
 
 
@@ -36,22 +39,26 @@ def decouple_(
 
     init    "diagonal": diag(W_Q W_K^T), the least-squares start for independent features; where Q = K at the start,
             the one that keeps the self scores' mean. "zero": 0, which does so where they are independent.
-            "spread": noise that lets self scores differ between tokens as much as before.
+            "spread": noise with which self scores have the mean of before and differ between tokens as much, for
+            independent Gaussian features.
             "fit": ridge regression of the old self scores on x^2 over `batch`, the keyword arguments of one call of
-            the model: for a trained one. The record has its R^2 per head.
-    seed    of the noise
+            the model: for a trained one. The record has the number of tokens and R^2 per head, of tokens left out.
+    seed    of the noise: every attention draws from a generator of its own, made of (seed, its number)
 
     The change is recorded in `model.config.qkform` (see `record`). SurgeryError, with the model as it was: no attention
     was found, none that is self-attention, decoupled before, wrapped for data-parallel training, or an attention that
     cannot be changed. A config that the model shares with another is copied first: the other model keeps its own.
-    UserWarning where the model has attention dropout: those calls take the reference, which keeps N x N weights. And
-    where it has attentions whose weights no single parameter holds: those stay as they are.
+    UserWarning where the model has attention dropout, or a learned bias of position (T5): in training those calls take
+    the reference, which keeps N x N weights. Where it has attentions whose weights no single parameter holds: those
+    stay as they are. And for a fit to fewer than 4 d_model tokens, which says little about others: 16 d_model do.
 
     >>> decouple_(model)                                        # doctest: +SKIP
     >>> model.encoder.layer[0].attention.self.self_score.v      # doctest: +SKIP
     """
     if init not in get_args(Init):
         raise SurgeryError(f"init={init!r} is none of {', '.join(get_args(Init))}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise SurgeryError(f"seed is {seed!r:.60}; expected a whole number from 0")
     if batch is not None and init != "fit":
         raise SurgeryError(f'batch is for init="fit", and init is {init!r}')
     root = changeable(model, "decouple_")
@@ -75,7 +82,8 @@ def decouple_(
         normalised=[score.normalise for score in scores],
         **facts,
     )
-    _warn_of_dropout(found)
+    _warn_of_few(found, facts.get("tokens", ()))
+    warn_of_reference(found)
     _warn_of_others(root, found)
     return model
 
@@ -193,31 +201,73 @@ def _start(
     if init == "diagonal":
         values = [starts.diagonal(site, s.normalise) for site, s in zip(found, scores, strict=True)]
     elif init == "spread":
-        noise = torch.Generator().manual_seed(seed)
-        values = [starts.spread(site, s.normalise, noise) for site, s in zip(found, scores, strict=True)]
+        values = [
+            starts.spread(site, score.normalise, _generator(seed, number))
+            for number, (site, score) in enumerate(zip(found, scores, strict=True))
+        ]
     else:
         fitted = starts.fit(model, found, scores, batch)
-        values = [v for v, _ in fitted]
-        facts = {"r2": [r2 for _, r2 in fitted]}
+        values = [each.v for each in fitted]
+        facts = {"r2": [each.r2 for each in fitted], "tokens": [each.tokens for each in fitted]}
     with torch.no_grad():
         for score, value in zip(scores, values, strict=True):
             score.v.copy_(value)
     return facts
 
 
-def _warn_of_dropout(found: Sequence[Site]) -> None:
-    for site in found:
-        for name in _DROPOUTS:
-            rate = getattr(site.module, name, None)
-            rate = getattr(rate, "p", rate)
-            if isinstance(rate, float) and rate > 0:
-                warnings.warn(
-                    f"{site.path} has attention dropout {rate}: in training its calls take the reference, slower "
-                    "and with memory that grows with the square of the length; set it to 0 for the fast path",
-                    UserWarning,
-                    stacklevel=3,
-                )
-                return
+def _generator(seed: int, number: int) -> torch.Generator:
+    (mixed,) = np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(mixed) >> 1)
+
+
+def _warn_of_few(found: Sequence[Site], tokens: Sequence[int]) -> None:
+    """A fit to so few tokens that it may be of them alone; the first is named."""
+    from qkform.surgery.starts import ENOUGH, FEW
+
+    for site, count in zip(found, tokens, strict=False):
+        d = site.layer.d_model
+        if count < FEW * d:
+            warnings.warn(
+                f'{site.path}: init="fit" saw {count} tokens for {d} features, too few to say much of '
+                f"others: give at least {FEW * d}, better {ENOUGH * d}; what the fit is worth is in the record, r2 of "
+                "tokens left out",
+                UserWarning,
+                stacklevel=3,
+            )
+            return
+
+
+def warn_of_reference(found: Sequence[Site]) -> None:
+    """Once for each reason for which these attentions take the reference in training."""
+    reasons = (_dropout, _learned_bias)
+    for reason in reasons:
+        problem = next(
+            (f"{site.path} has {why}" for site in found if (why := reason(site)) is not None), None
+        )
+        if problem is not None:
+            warnings.warn(
+                f"{problem}; in training its calls take the reference, slower and with memory that grows with the "
+                "square of the length",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+def _dropout(site: Site) -> str | None:
+    for name in _DROPOUTS:
+        rate = getattr(site.module, name, None)
+        rate = getattr(rate, "p", rate)
+        if isinstance(rate, float) and rate > 0:
+            return f"attention dropout {rate}: set it to 0 for the fast path"
+    return None
+
+
+def _learned_bias(site: Site) -> str | None:
+    """A bias of position that is learned comes as a mask that needs a gradient, which no fused kernel gives."""
+    for name, parameter in site.module.named_parameters():
+        if _BIAS.search(name) and parameter.requires_grad:
+            return f"a learned bias of position, {name!r}: take its gradient away (requires_grad) for the fast path"
+    return None
 
 
 def _warn_of_others(model: Any, found: Sequence[Site]) -> None:

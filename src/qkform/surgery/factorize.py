@@ -89,7 +89,10 @@ def _collapsed(model: nn.Module, ov: bool, max_parameters: int | None) -> nn.Mod
 
 
 def factorize_(model: nn.Module, rank: int | None = None, *, truncate: bool = False) -> nn.Module:
-    """Take free matrices apart into balanced factors, W_Q^T W_Q = W_K^T W_K and W_V^T W_V = W_O W_O^T; in place.
+    """Take free matrices apart into balanced factors, in place: W_V^T W_V = W_O W_O^T, and W_K^T W_K = W_Q^T W_Q.
+
+    With a bias on queries W_Q stands for [W_Q; b_Q], the bias as one more row: it balances W_K together with its bias.
+    That is the quantity that gradient flow conserves, and it has exact factors whenever W_QK and b_K came from some.
 
     What `collapse_` has changed gets its stock modules back: same names and shapes, other numbers. A
     `CircuitAttention` that was made as one stays one, with factors `rank` wide (d_head if None). The forward pass
@@ -97,6 +100,7 @@ def factorize_(model: nn.Module, rank: int | None = None, *, truncate: bool = Fa
 
     rank      width of the factors of a CircuitAttention; stock modules have d_head
     truncate  allow a matrix of higher rank: its largest singular values are kept, which are the nearest such product
+              (of W_QK with b_K as one more row)
 
     Raises SurgeryError where nothing is collapsed, and where a matrix has a higher rank and truncate is not set: a
     matrix that was trained freely has full rank. Nothing is changed then.

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from qkform.errors import SurgeryError
 from qkform.sites import Site
 from qkform.surgery import interface
-from qkform.surgery.interface import NAME, SWITCH, Switch
-from qkform.surgery.self_score import SelfScore
+from qkform.surgery.interface import NAME, SWITCH, Call, Switch
+from qkform.surgery.self_score import SelfScore, this_thread
 
 _WORDS = {"exclusive": "of exclusive attention", "no-diagonal": "of no-diagonal attention"}
 _READER = "qkform_self_score"  # on a projection: the self score that reads its input; not a child of it
@@ -38,7 +38,7 @@ def attach(site: Site, score: SelfScore) -> None:
     module.self_score = score
     projection = site.shares["w_q"].at.owner
     vars(projection)[_READER] = score  # not by setattr, which would make it a child with a second name
-    projection.register_forward_pre_hook(_read)
+    projection.register_forward_pre_hook(_read, with_kwargs=True)
     switch_on(site, "decoupled")
 
 
@@ -46,7 +46,7 @@ def detach(site: Site) -> None:
     """Undo `attach`."""
     projection = site.shares["w_q"].at.owner
     vars(projection).pop(_READER, None)
-    _unhook(projection._forward_pre_hooks, _read)
+    _unhook(projection._forward_pre_hooks, _read, projection._forward_pre_hooks_with_kwargs)
     switch_off(site)
     del site.module.self_score
 
@@ -80,33 +80,39 @@ def switched(module: Any) -> str | None:
     return None if switch is None else str(switch.kind)
 
 
-def _read(projection: nn.Module, args: tuple[Any, ...]) -> None:
+def _read(projection: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before the query projection runs: the self score of what it is about to see."""
     score = getattr(projection, _READER)
-    x = args[0]
+    x = next(given for given in (*args, *kwargs.values()) if isinstance(given, Tensor))
     if x.ndim != 3:
         raise SurgeryError(
             f"the queries of a decoupled attention come from an input of {tuple(x.shape)}; "
             "expected (batch, tokens, d_model)"
+        )
+    if x.device != score.v.device:
+        raise SurgeryError(
+            f"the input of a decoupled attention is on {x.device} and its self score on {score.v.device}; a replica "
+            "(nn.DataParallel) does not get one of its own: use DistributedDataParallel, or move the whole model"
         )
     score.hold(score(x))
 
 
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before the attention runs: where its tokens will stand among the keys, by its cache."""
-    switch = getattr(module, SWITCH)
-    switch.start = _start(module, args, kwargs)
-    switch.called = False
+    getattr(module, SWITCH).calls[this_thread()] = Call(_start(module, args, kwargs))
+    score = getattr(module, "self_score", None)
+    if score is not None:
+        score.open()
 
 
 def _end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """After the attention, also when it raised (output None): nothing is kept."""
     switch = getattr(module, SWITCH)
-    called, switch.start, switch.called = switch.called, None, False
+    call = switch.calls.pop(this_thread(), None)
     score = getattr(module, "self_score", None)
     if score is not None:
-        score.take()
-    if output is not None and not called:
+        score.close()
+    if output is not None and call is not None and not call.came:
         undo = "recouple_ the model" if switch.kind == "decoupled" else 'set_attention_(model, "standard")'
         raise SurgeryError(
             f"a {type(module).__name__} is {_WORDS.get(switch.kind, switch.kind)} and computed standard attention: its "

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from qkform.attention import decoupled_attention, exclusive_attention, no_diagonal_attention
+from qkform.attention.reference import decoupled_weights
 from qkform.errors import SurgeryError
+from qkform.surgery.self_score import this_thread
 
 NAME = "qkform"
 SWITCH = "qkform_attention"  # the attribute of an attention module that holds its Switch
@@ -27,9 +29,30 @@ UNKNOWN = (
     "block_indices",
 )  # arguments that change scores as no function here does
 
+# Attentions of transformers that multiply by `self.scaling` themselves and hand over the scale 1: how many of queries
+# and keys get it (read off their modeling files, 5.24).
+PRESCALED = {
+    "AudioFlamingo3Attention": 1,
+    "Kosmos2_5TextAttention": 1,
+    "MossTranscribeDiarizeAudioAttention": 1,
+    "OPTAttention": 1,
+    "OpenAIPrivacyFilterAttention": 2,
+    "Qwen2AudioAttention": 1,
+    "VoxtralAttention": 1,
+    "WhisperAttention": 1,
+}
+
+
+class Call:
+    """One running call of an attention module: where among the keys its tokens start, and whether it came here."""
+
+    def __init__(self, start: Tensor | int | None) -> None:
+        self.start = start  # None: the queries are the last keys
+        self.came = False
+
 
 class Switch:
-    """What kind of attention a module computes, and where among the keys the tokens of the current call start.
+    """What kind of attention a module computes, and the calls of it that are running.
 
     Copied or unpickled, it makes sure that this process knows the implementation that the model's config names.
     """
@@ -37,8 +60,7 @@ class Switch:
     def __init__(self, kind: str, before: str | None) -> None:
         self.kind = kind
         self.before = before  # the attention implementation that the module's config named before
-        self.start: Tensor | int | None = None  # None: the queries are the last keys
-        self.called = False  # in the current call of the module, that it comes here
+        self.calls: dict[int, Call] = {}  # by thread
         self.observe: Callable[..., None] | None = (
             None  # sees the arguments of standard attention, see `starts`
         )
@@ -79,28 +101,40 @@ def attention(
     """
     switch = getattr(module, SWITCH, None)
     kind = "standard" if switch is None else switch.kind
-    if switch is not None:
-        switch.called = True
+    call = None if switch is None else switch.calls.get(this_thread())
+    if call is not None:
+        call.came = True
     if switch is not None and switch.observe is not None:
         switch.observe(query, key, attention_mask, scaling)
         kind = "standard"
-    standard = partial(
+    compute: Callable[[Tensor, float], Tensor] = partial(
         _standard, module, query, key, attention_mask, scaling, is_causal, position_bias, others
     )
-    compute: Callable[..., Tensor] = standard
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    # As sdpa_attention_forward reads a missing mask: one query sees every key. Several over more keys are the first
+    # tokens in a cache of fixed size, and stand at `start`.
+    causal = bool(causal) and attention_mask is None and query.shape[2] > 1
+    mask = attention_mask if position_bias is None else _with_bias(position_bias, attention_mask)
+    weigh = partial(_standard_weights, query, key, mask, scaling, causal)
     if kind != "standard":
         _refuse_unknown(module, others)
         _refuse_mask(module, attention_mask)
-        compute = _changed(module, kind, query, key, attention_mask, scaling, is_causal, position_bias)
+        start = None if call is None else call.start
+        given = {"attn_mask": mask, "is_causal": causal, "scale": scaling, "query_start": start}
+        if kind == "exclusive":  # changes what the weights bring, not the weights
+            compute = partial(_changed, exclusive_attention, query, key, given)
+        elif kind == "decoupled":
+            score = _own_score(module, query, scaling)
+            compute = partial(_changed, partial(decoupled_attention, self_score=score), query, key, given)
+            weigh = partial(decoupled_weights, query, key, score, **given)
+        else:
+            compute = partial(_changed, no_diagonal_attention, query, key, given)
+            never = torch.full_like(query[..., 0], -math.inf)
+            weigh = partial(decoupled_weights, query, key, never, **given)
     out = compute(value, dropout).transpose(1, 2).contiguous()  # (B, N, H, D)
     if not (others.get("output_attentions") or getattr(module.config, "output_attentions", False)):
         return out, None
-    keys = key.shape[2]
-    units = torch.eye(keys, dtype=value.dtype, device=value.device).expand(*key.shape[:2], keys, keys)
-    weights = (
-        standard if kind == "exclusive" else compute
-    )  # exclusive attention changes what the weights bring
-    return out, weights(units, 0.0)  # (B, H, N, M): with the unit vectors as values, the weights come out
+    return out, weigh().to(value.dtype)
 
 
 def _standard(
@@ -128,42 +162,32 @@ def _standard(
 
 
 def _changed(
-    module: Any,
-    kind: str,
+    function: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    is_causal: bool | None,
-    position_bias: Tensor | None,
-) -> Callable[[Tensor, float], Tensor]:
-    """A changed attention of these queries and keys: (value, dropout) -> (B, H, N, D_v)."""
-    start = getattr(module, SWITCH).start
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # As sdpa_attention_forward reads a missing mask: one query sees every key. Several over more keys are the first
-    # tokens in a cache of fixed size, and stand at `start`.
-    causal = bool(causal) and mask is None and query.shape[2] > 1
-    if position_bias is not None:
-        mask = _with_bias(position_bias, mask)
-    if kind == "decoupled":
-        function = partial(decoupled_attention, self_score=_own_score(module, query, scaling))
-    else:
-        function = partial(exclusive_attention if kind == "exclusive" else no_diagonal_attention)
+    given: dict[str, Any],
+    value: Tensor,
+    dropout: float,
+) -> Tensor:
+    """(B, H, N, D_v) of a function of `qkform.attention`."""
+    return function(query, key, value, dropout_p=dropout, enable_gqa=True, **given)
 
-    def compute(value: Tensor, dropout: float) -> Tensor:
-        return function(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=causal,
-            scale=scaling,
-            enable_gqa=True,
-            query_start=start,
-        )
 
-    return compute
+def _standard_weights(
+    query: Tensor, key: Tensor, mask: Tensor | None, scaling: float | None, causal: bool
+) -> Tensor:
+    """(B, H, N, M) of standard attention, in float32 at least; `causal` lets the first query stand at the first key."""
+    n, m = query.shape[2], key.shape[2]
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    wide = torch.promote_types(query.dtype, torch.float32)
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scores = scale * (query.to(wide) @ key.to(wide).mT)
+    if causal:
+        ahead = torch.ones(n, m, dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(ahead, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1).nan_to_num(0.0)  # a row without keys is zero
 
 
 def _own_score(module: Any, query: Tensor, scaling: float | None) -> Tensor:
@@ -186,11 +210,20 @@ def _own_score(module: Any, query: Tensor, scaling: float | None) -> Tensor:
 
 
 def prescale(module: Any, scaling: float | None) -> float | None:
-    """What the module has multiplied its queries with: Whisper and OPT scale them, and hand over the scale 1."""
+    """What the module has multiplied `q . k` with before it hands over the scale 1; None where nothing.
+
+    SurgeryError where that is not known: it hands over 1 and has a scale of its own, and is none of `PRESCALED`.
+    """
     own = getattr(module, "scaling", None)
-    if scaling == 1.0 and isinstance(own, float) and own != 1.0:
-        return own
-    return None
+    if scaling != 1.0 or not isinstance(own, float) or own == 1.0:
+        return None
+    known = next((PRESCALED[c.__name__] for c in type(module).__mro__ if c.__name__ in PRESCALED), None)
+    if known is None:
+        raise SurgeryError(
+            f"a {type(module).__name__} hands over the scale 1 and has scaling={own:.4g}: whether its queries have "
+            "that already is not known, and so not the scale of its self score; change another part of the model"
+        )
+    return float(own**known)
 
 
 def _with_bias(position_bias: Tensor, mask: Tensor | None) -> Tensor:

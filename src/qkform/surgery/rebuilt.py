@@ -1,14 +1,15 @@
 """Arms that build the projections anew instead of deriving W_K from W_Q: those of two published recipes.
 
-`script`        what the released script of arXiv 2502.10927 does (not the paper's runs, as its README says): queries,
-                keys and values become `nn.Linear` defaults, weights and biases uniform in +-1/sqrt(d_model), and the
-                query weight is the key weight. Biases are drawn apart from each other. Scale, biases and values
-                change together with symmetry, so its control is
+`script`        what the released script of arXiv 2502.10927 does (its README calls it a cleaned-up version that may
+                differ from the runs in the paper): queries, keys and values become `nn.Linear` defaults, weights and
+                biases uniform in +-1/sqrt(d_model), and the query weight is the key weight. Biases are drawn apart
+                from each other. Scale, biases and values change together with symmetry, so its control is
 `script_scale`  the same numbers for keys, values and biases, and query weights of their own.
 `mimetic`       arXiv 2305.09828, its part for queries and keys: W_Q W_K^T is the rank d_head approximation of
-                alpha Z + beta I, Z Gaussian of variance 1/d_model, alpha = beta = 0.7, the singular values shared
-                evenly between the factors. Values and the output projection stay as they are. The paper divides
-                scores by sqrt(d_head); a model that does not (T5) starts with larger ones.
+                alpha Z + beta I, Z Gaussian of variance 1/d_model, alpha and beta 0.7 and 0.7, as the paper's default
+                for queries and keys (not re-checked against its text), the singular values shared evenly between the
+                factors. Values and the output projection stay as they are. The paper divides scores by sqrt(d_head);
+                a model that does not (T5) starts with larger ones.
 
 Query heads that share a key head: in `script` each of them is the key head; in `mimetic` the key head is taken from
 the mean of their matrices, and each query head is the best fit to its own matrix with that key head.
@@ -29,7 +30,7 @@ from qkform.sites import Site
 if TYPE_CHECKING:
     import torch
 
-ALPHA = BETA = 0.7  # arXiv 2305.09828, of queries and keys
+ALPHA = BETA = 0.7  # arXiv 2305.09828, of queries and keys; not re-checked against its text
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 
 import torch
@@ -21,7 +22,7 @@ class SelfScore(nn.Module):  # type: ignore[misc]
     """
 
     v: nn.Parameter
-    _held: Tensor | None
+    _held: dict[int, Tensor | None]  # by thread, while an attention runs: several may call one model
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class SelfScore(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.v = nn.Parameter(torch.zeros(n_heads, d_model, device=device, dtype=dtype))
         self.normalise = normalise
-        self._held = None
+        self._held = {}
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, N, d_model) -> (B, n_heads, N), in float32, in float64 for float64 x; autocast does not lower it."""
@@ -47,18 +48,34 @@ class SelfScore(nn.Module):  # type: ignore[misc]
 
     def squares(self, x: Tensor) -> Tensor:
         """x^2, of x / rms(x) where the module normalises: what `v` is multiplied with."""
-        squares = x.square()
+        squares = x * x  # whose derivative is cheaper than that of x.square()
         return squares / (squares.mean(-1, keepdim=True) + _TINY) if self.normalise else squares
 
+    def open(self) -> None:
+        """The attention begins to run in this thread: from now to `close` it may hold a score."""
+        self._held[this_thread()] = None
+
     def hold(self, score: Tensor) -> None:
-        """Keep the score of this call until it is taken."""
-        self._held = score
+        """Keep the score of this call until it is taken; outside of a call of the attention nothing is kept."""
+        if this_thread() in self._held:
+            self._held[this_thread()] = score
 
     def take(self) -> Tensor | None:
-        """The score that is held, which is forgotten; None where there is none."""
-        held, self._held = self._held, None
+        """The score that is held in this thread, which is forgotten; None where there is none."""
+        held = self._held.get(this_thread())
+        if held is not None:
+            self._held[this_thread()] = None
         return held
+
+    def close(self) -> None:
+        """The attention is done, or has raised: nothing is kept."""
+        self._held.pop(this_thread(), None)
 
     def extra_repr(self) -> str:
         n_heads, d_model = self.v.shape
         return f"n_heads={n_heads}, d_model={d_model}" + (", normalise=True" if self.normalise else "")
+
+
+def this_thread() -> int:
+    """A key for what belongs to one call of a model. A compiled graph keeps nothing between modules: 0 there."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()

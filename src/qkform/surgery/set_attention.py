@@ -10,7 +10,7 @@ from qkform.errors import SurgeryError
 from qkform.sites import Site
 from qkform.sites.parameters import unwrapped
 from qkform.surgery import record
-from qkform.surgery.decouple import kind_of, self_sites
+from qkform.surgery.decouple import kind_of, self_sites, warn_of_reference
 
 CHANGE = "set_attention"
 Kind = Literal["exclusive", "no-diagonal", "standard"]
@@ -25,7 +25,8 @@ def set_attention_(model: Any, kind: Kind) -> Any:
 
     Weights and cross-attention stay as they are. The change is recorded in `model.config.qkform`.
     SurgeryError, with the model as it was, where no self-attention was found or one cannot be changed, and for a
-    decoupled model: recouple it first.
+    decoupled model: recouple it first. UserWarning where "no-diagonal" takes the reference in training, as in
+    `decouple_`.
 
     >>> set_attention_(model, "exclusive")      # doctest: +SKIP
     """
@@ -51,6 +52,8 @@ def set_attention_(model: Any, kind: Kind) -> Any:
     record.forget(root, CHANGE)
     if kind != "standard":
         record.note(root, CHANGE, kind=kind, sites=[site.path for site in found])
+    if kind == "no-diagonal":  # exclusive attention starts from the standard output
+        warn_of_reference(found)
     return model
 
 

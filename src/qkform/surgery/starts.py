@@ -1,99 +1,121 @@
 """With what a self score starts: `v` from the weights of its attention, from noise, or fitted to its old self scores.
 
-THEORY: the self score of a standard head, q_i . k_i, is a quadratic form of x_i with the matrix W_Q W_K^T; `v` has its
-diagonal alone. docs/math.md#decoupled-self-score.
+The self score of a standard head, q_i . k_i, is a quadratic form of x_i with the matrix W_Q W_K^T; `v` has its
+diagonal alone. docs/math.md#a-score-of-its-own.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qkform.errors import QKFormError, SurgeryError
+from qkform.errors import SurgeryError
 from qkform.sites import Site
 from qkform.surgery.interface import SWITCH, prescale
+from qkform.surgery.own_form import own_form
+from qkform.surgery.regression import Ridge
 from qkform.surgery.self_score import SelfScore
 
-RIDGE = 1e-4  # of the mean of the diagonal of the squares' second moments
+FEW, ENOUGH = (
+    4,
+    16,
+)  # tokens per feature: below FEW a fit says little, from ENOUGH on more of them change little
 
 
 def diagonal(site: Site, normalise: bool) -> Tensor:
     """(n_heads, d_model) float64: diag(W_Q W_K^T), the least-squares `v` for independent features of mean 0.
 
-    Head h reads its group's keys. Biases add a constant and a linear term to a self score, which no `v` has. With norms
-    on queries and keys: of q / rms(q) and k / rms(k), with the root mean squares that independent features give.
+    Head h reads its group's keys. Biases add a constant and a linear term to a self score, which no `v` has. A factor
+    of the rotation (yarn, longrope) counts. With norms on queries and keys: of q / rms(q) . k / rms(k) to first order
+    around the root mean squares that independent Gaussian features give, see `own_form`.
     """
-    w_q, w_k = _sides(site, normalise)
-    return (w_q * w_k).sum(-1)
+    return own_form(site, normalise).diagonal
 
 
 def spread(site: Site, normalise: bool, generator: torch.Generator) -> Tensor:
-    """(n_heads, d_model) float64: noise with which the self scores of tokens differ as much as standard ones do.
+    """(n_heads, d_model) float64: noise with which self scores have the mean and differ as much as standard ones do.
 
-    v_k ~ N(0, d_h d sigma_q^2 sigma_k^2 / 2) with sigma the weights' root mean square, per head: then the standard
-    deviation over tokens of sum_k v_k x_k^2 is that of q . k for independent features. sigma^2 = 1/d: d_h / (2 d).
+    For independent Gaussian features of variance 1 the variance over tokens of x W x^T is 2 ||S||_F^2, S the symmetric
+    part of W, and that of sum_k v_k x_k^2 is 2 |v|^2; their means are tr(W) and sum_k v_k. So v = tr(W)/d + noise that
+    sums to 0 and has the size ||S - tr(W)/d||_F: both are those of before, exactly, for symmetric W as for others.
+    For independent W_Q and W_K of mean squares sigma^2 = 1/d the noise is about N(0, d_h / (2 d)). With norms on
+    queries and keys to first order, see `own_form`.
     """
-    w_q, w_k = _sides(site, normalise)
-    d_model, d_head = w_q.shape[1:]
-    sigma_q, sigma_k = (w.square().mean((1, 2), keepdim=True).sqrt() for w in (w_q, w_k))  # (H, 1, 1)
-    deviation = math.sqrt(d_head * d_model / 2) * (sigma_q * sigma_k)[..., 0]  # (H, 1)
-    noise = torch.randn(w_q.shape[:2], generator=generator, dtype=torch.float64)
-    return deviation * noise.to(deviation.device)
+    form = own_form(site, normalise)
+    d = form.diagonal.shape[1]
+    noise = torch.randn(form.diagonal.shape, generator=generator, dtype=torch.float64)
+    noise = (noise - noise.mean(1, keepdim=True)).to(form.mean.device)
+    length = noise.norm(dim=1, keepdim=True)
+    noise = torch.where(length > 0, noise / length, noise)
+    return form.mean[:, None] / d + form.deviation[:, None] * noise
 
 
-def fit(
-    model: Any, found: Sequence[Site], scores: Sequence[SelfScore], batch: Any
-) -> list[tuple[Tensor, list[float | None]]]:
-    """Per site `v` (n_heads, d_model) float64 and R^2 per head: the old self scores regressed on x^2 over a batch.
+@dataclass(frozen=True)
+class Fitted:
+    """`v` (n_heads, d_model) float64, R^2 per head, None where its self scores do not vary, and how many tokens it saw.
+
+    R^2 is of tokens left out of the fit, one at a time: what to expect of others like them. Below 0 where the mean
+    self score alone predicts better.
+    """
+
+    v: Tensor
+    r2: list[float | None]
+    tokens: int
+
+
+def fit(model: Any, found: Sequence[Site], scores: Sequence[SelfScore], batch: Any) -> list[Fitted]:
+    """Per site the old self scores regressed on x^2 over a batch.
 
     The old score is the diagonal of the true one before the mask: with rotation, biases and norms, divided by the
-    scale, without a bias of position. Padded tokens do not count. The model runs once, in eval mode, without gradients.
-    R^2 is None where a head's self scores do not vary. The modules have to be attached.
+    scale, without a bias of position. Padded tokens do not count. The model runs twice, in eval mode, without
+    gradients: once for the solutions, once for what they miss of tokens that are left out (see `Ridge`), by which
+    every head's penalty is chosen. The modules have to be attached.
     """
     if not isinstance(batch, Mapping):
         raise SurgeryError(
             'init="fit" needs batch=..., a mapping of what the model is called with, tokens and masks'
         )
-    sums = [_Sums(site, score) for site, score in zip(found, scores, strict=True)]
+    fits = [_Fit(site, score) for site, score in zip(found, scores, strict=True)]
     training = [m for m in model.modules() if m.training]
     try:
         model.eval()
-        for each in sums:
-            each.start()
-        with torch.no_grad():
-            model(**batch)
+        for second in (False, True):
+            for each in fits:
+                each.start(second)
+            with (
+                torch.no_grad(),
+                torch.random.fork_rng(devices=[]),
+            ):  # the same draws twice, where a model draws
+                model(**batch)
     finally:
-        for each in sums:
+        for each in fits:
             each.stop()
         for module in training:
             module.training = True
-    return [each.solve() for each in sums]
+    return [each.solve() for each in fits]
 
 
-class _Sums:
-    """The normal equations of one site's regression: the self score's squares against q . k of the same token."""
+class _Fit:
+    """One site's regression: q . k of a token with itself on the squares of its self score."""
 
     def __init__(self, site: Site, score: SelfScore) -> None:
         self.site, self.score = site, score
-        d, heads = site.layer.d_model, site.layer.n_heads
-        device = score.v.device
-        self.xx = torch.zeros(d, d, dtype=torch.float64, device=device)
-        self.xy = torch.zeros(d, heads, dtype=torch.float64, device=device)
-        self.y = torch.zeros(heads, dtype=torch.float64, device=device)
-        self.yy = torch.zeros(heads, dtype=torch.float64, device=device)
-        self.tokens = 0
+        self.ridge = Ridge(site.layer.d_model, site.layer.n_heads, score.v.device)
+        self.second = False
         self.x: Tensor | None = None
         self.handle: Any = None
         torch_one = isinstance(site.module, nn.MultiheadAttention)
         self.seen = site.module if torch_one else getattr(site.module, SWITCH)  # what shows its calls
 
-    def start(self) -> None:
-        self.handle = self.score.register_forward_pre_hook(self._see)
+    def start(self, second: bool) -> None:
+        self.second = second
         self.seen.observe = self._add
+        if self.handle is None:
+            self.handle = self.score.register_forward_pre_hook(self._see)
 
     def stop(self) -> None:
         self.x = None
@@ -120,24 +142,17 @@ class _Sums:
         squares = self.score.squares(self.x.double())  # (B, N, d)
         kept = _own_key_allowed(mask, squares.shape[:2])
         squares, y = (t[kept] if kept is not None else t.flatten(0, 1) for t in (squares, y))
-        self.xx += squares.mT @ squares
-        self.xy += squares.mT @ y
-        self.y += y.sum(0)
-        self.yy += y.square().sum(0)
-        self.tokens += len(y)
+        if not self.second:
+            self.ridge.add(squares, y)
+        elif self.ridge.rows:
+            self.ridge.leave_out(squares, y)
         self.x = None
 
-    def solve(self) -> tuple[Tensor, list[float | None]]:
-        if not self.tokens:
+    def solve(self) -> Fitted:
+        if not self.ridge.rows:
             raise SurgeryError(f'{self.site.path}: init="fit" found no token of the batch in this attention')
-        eye = torch.eye(len(self.xx), dtype=torch.float64, device=self.xx.device)
-        ridge = RIDGE * self.xx.diagonal().mean() + torch.finfo(torch.float64).tiny
-        v = torch.linalg.solve(self.xx + ridge * eye, self.xy)  # (d, H)
-        left = self.yy - 2 * (v * self.xy).sum(0) + (v * (self.xx @ v)).sum(0)
-        whole = self.yy - self.y.square() / self.tokens
-        varies = whole > 1e-9 * self.yy
-        r2 = [float(1 - a / b) if c else None for a, b, c in zip(left, whole, varies, strict=True)]
-        return v.mT, r2
+        v, r2 = self.ridge.solve()
+        return Fitted(v.mT, r2, self.ridge.rows)
 
 
 def _own_key_allowed(mask: Tensor | None, shape: Sequence[int]) -> Tensor | None:
@@ -147,25 +162,3 @@ def _own_key_allowed(mask: Tensor | None, shape: Sequence[int]) -> Tensor | None
     own = mask.diagonal(dim1=-2, dim2=-1)  # (B, heads, N)
     allowed = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
     return allowed.any(1).expand(*shape)
-
-
-def _sides(site: Site, normalise: bool) -> tuple[Tensor, Tensor]:
-    """W_Q and, for every head, the W_K of its group: (n_heads, d_model, d_head) float64."""
-    w_q, w_k = site.w_q().detach().double(), site.w_k().detach().double()
-    if normalise:
-        sizes = [
-            w.square().sum((1, 2), keepdim=True).div(w.shape[2]).sqrt() for w in (w_q, w_k)
-        ]  # of q, of k
-        gained = _gained(site)
-        w_q, w_k = (w.to(w_q.device) / size for w, size in zip(gained or (w_q, w_k), sizes, strict=True))
-    return w_q, w_k.repeat_interleave(w_q.shape[0] // w_k.shape[0], 0)
-
-
-def _gained(site: Site) -> tuple[Tensor, Tensor] | None:
-    """Both weights times the gains of the norms behind them; None where those are of an unknown making."""
-    try:
-        form = site.snapshot().form_with(qk_norm=True)
-    except QKFormError:
-        return None
-    w_q, w_k = (torch.as_tensor(w, dtype=torch.float64) for w in (form.w_q, form.w_k))
-    return w_q, w_k

@@ -52,7 +52,7 @@ def symmetrize_(
     "matched"     J = 1: W is symmetric, and positive: a token attracts itself
     "indefinite"  J = balanced signs: symmetric, attracting and repelling
     "skew"        J = quarter turns: W^T = -W, no token attracts itself; d_head must be even
-    "orthogonal"  J random: no symmetry, the same singular values of W_K: their control
+    "orthogonal"  J random: no symmetry but by chance, the same singular values of W_K: their control
 
     Under rotary embedding J commutes with the rotation, and s_ij = s_ji (skew: -s_ji) wherever i and j stand. See
     `qkform.surgery.arms`; "script", "script_scale" and "mimetic" are recipes of others, see `qkform.surgery.rebuilt`.
@@ -67,9 +67,11 @@ def symmetrize_(
     depend neither on the other layers nor on torch's global state, which is not touched. `rotary` says how heads turn,
     `qkform.form.rotary.Rotary` or None, for a type whose positions are not described.
 
-    Raises SurgeryError for a model that cannot take the arm, before anything is written; also where the symmetry
-    measured afterwards is not as promised (1e-6, in low precision 64 eps^2; "orthogonal": within 6 standard deviations
-    of 0), and then puts back what it found. Symmetrize once, before `decouple_` and `param_groups`.
+    Raises SurgeryError for a model that cannot take the arm, before anything is written; also where J is not orthogonal
+    or does not commute with the rotation, where W_K does not read as it was written, to the bit, and where the symmetry
+    measured afterwards is not as promised (1e-6, in low precision 64 eps^2), and then puts back what it found. The
+    control promises none, and no seed is refused for the symmetry that it gives: read it beside what J gives by chance
+    with this W_Q, `symmetry` beside `expected`. Symmetrize once, before `decouple_` and `param_groups`.
 
     >>> for start in symmetrize_(model, arm="skew"):        # doctest: +SKIP
     ...     print(start.path, start.symmetry, start.norm / start.norm_before)
@@ -86,9 +88,8 @@ def symmetrize_(
         chosen, left = _chosen(model)
         plans = [planned(site, arm, seed, number, rotary) for number, site in enumerate(chosen)]
         with _undone_on_error(plans):
-            for plan in plans:
-                plan.write()
-            found = tuple(plan.verified() for plan in plans)
+            written = [plan.write() for plan in plans]
+            found = tuple(plan.verified(keys) for plan, keys in zip(plans, written, strict=True))
     record.note(model, "symmetrize", arm=arm, seed=seed)
     return Starts(found, left)
 

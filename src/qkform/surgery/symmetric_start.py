@@ -1,4 +1,4 @@
-"""One attention and one arm: everything checked, then written, then measured as a scan measures."""
+"""One attention and one arm: everything checked, then written, read back, and measured as a scan measures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from qkform.errors import QKFormError, SurgeryError
 from qkform.form import BilinearForm
 from qkform.form.rotary import Rotary
 from qkform.sites import Site
+from qkform.surgery import arms
 from qkform.surgery.arms import ARMS, Planes, planes
+from qkform.surgery.chance import by_chance
 from qkform.surgery.rebuilt import REBUILT, find_values
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ class Start:
     symmetry          of the layer, the sum of W over its heads, in [-1, 1]
     head_symmetry     of each head
     promised          1.0 symmetric, -1.0 skew, None: no symmetry is promised
+    expected          of the arm "orthogonal": mean and standard deviation that `symmetry` has over J with this W_Q (and
+                      c), from 32 draws of J for the layer; None for other arms. Nothing is checked against it
     norm, head_norms  Frobenius norm of W, of the layer and of each head
     norm_before, head_norms_before    the same of the weights that were found: of a new model, the standard arm's
     c                 W_K = c W_Q J, one number per key head; () for arms of another kind
@@ -43,6 +47,7 @@ class Start:
     symmetry: float
     head_symmetry: tuple[float, ...]
     promised: float | None
+    expected: tuple[float, float] | None
     norm: float
     head_norms: tuple[float, ...]
     norm_before: float
@@ -67,17 +72,21 @@ class Plan:
     def promise(self) -> float | None:
         return ARMS[self.arm].promise if self.arm in ARMS else REBUILT[self.arm].promise
 
-    def generator(self) -> torch.Generator:
+    def generator(self, *more: int) -> torch.Generator:
+        """Of this layer and seed; `more` numbers give others, independent of it."""
         import torch
 
-        (mixed,) = np.random.SeedSequence(self.seeds).generate_state(1, np.uint64)
+        (mixed,) = np.random.SeedSequence((*self.seeds, *more)).generate_state(1, np.uint64)
         return torch.Generator().manual_seed(int(mixed) >> 1)
 
-    def write(self) -> None:
+    def write(self) -> torch.Tensor | None:
+        """Writes the arm; W_K as it has to read from now on, of arms with a J. None where nothing has to."""
         if self.arm in ARMS:
-            if not self.tied:
-                self.site.write_(w_k=self._keys())
-            return
+            if self.tied:
+                return None
+            keys = self._keys().to(self.site.w_k())
+            self.site.write_(w_k=keys)
+            return keys
         new = dict(REBUILT[self.arm].make(self.site, self.generator()))
         if "values" in new:
             found = find_values(self.site)
@@ -85,17 +94,38 @@ class Plan:
             if found.bias is not None:
                 found.bias.put(new.pop("value_bias"))
         self.site.write_(**new)
+        return None
 
     def _keys(self) -> torch.Tensor:
-        """c (sum of the group's W_Q) J: (n_kv_heads, d_model, d_head)."""
+        """c (sum of the group's W_Q) J: (n_kv_heads, d_model, d_head). SurgeryError where a J is none."""
         import torch
 
-        layer, generator = self.site.layer, self.generator()
-        w_q, w_k = (_widened(w) for w in (self.site.w_q(), self.site.w_k()))
-        turned = w_q.reshape(layer.n_kv_heads, -1, *w_q.shape[1:]).sum(1)
-        j = torch.stack([ARMS[self.arm].make(self.planes, g, generator) for g in range(layer.n_kv_heads)])
-        keys = turned @ j.to(turned)
+        generator = self.generator()
+        sums, w_k = self._sums(), _widened(self.site.w_k())
+        j = torch.stack([self._j(g, generator) for g in range(len(sums))])
+        for one in j:
+            flaw = arms.flaw(one, self.planes, self.promise)
+            if flaw is not None:
+                raise SurgeryError(
+                    f"{self.site.path}: the arm {self.arm!r} has drawn a J that it must not: {flaw}"
+                )
+        keys = sums @ j.to(sums)
         return keys * (_size(w_k) / _size(keys))
+
+    def _sums(self) -> torch.Tensor:
+        """W_Q summed over the query heads that read a key head: (n_kv_heads, d_model, d_head)."""
+        w_q = _widened(self.site.w_q())
+        return w_q.reshape(self.site.layer.n_kv_heads, -1, *w_q.shape[1:]).sum(1)
+
+    def _j(self, head: int, generator: Any) -> torch.Tensor:
+        return ARMS[self.arm].make(self.planes, head, generator)
+
+    def _expected(self) -> tuple[float, float] | None:
+        if self.arm not in ARMS or self.promise is not None:
+            return None
+        sums = self._sums()
+        c = (_size(_widened(self.site.w_k())) / _size(sums)).flatten()
+        return by_chance(sums, c, self._j, self.generator(1))
 
     def kept(self) -> dict[str, torch.Tensor]:
         """Copies of all that `write` changes."""
@@ -122,8 +152,8 @@ class Plan:
                 found.bias.put(sides.pop("value_bias"))
         self.site.write_(**sides)
 
-    def verified(self) -> Start:
-        """What is there now; SurgeryError where it is not what was promised."""
+    def verified(self, written: torch.Tensor | None) -> Start:
+        """What is there now; SurgeryError where it is not what was written, to the bit, or not what was promised."""
         form = self.site.form()
         total = form.total()
         grouped = form.n_heads > form.n_kv_heads and self.arm in ARMS and self.promise is not None
@@ -133,6 +163,7 @@ class Plan:
             symmetry=float(total.symmetry()[0]),
             head_symmetry=_floats(form.symmetry()),
             promised=self.promise,
+            expected=self._expected(),
             norm=float(total.norm()[0]),
             head_norms=_floats(form.norm()),
             norm_before=self.before[0],
@@ -146,7 +177,7 @@ class Plan:
             ),
             flags=_flags(self.site, self.arm),
         )
-        self._check(start, form, grouped)
+        self._check(start, grouped, written)
         return start
 
     def _c(self, form: BilinearForm) -> tuple[float, ...]:
@@ -155,27 +186,24 @@ class Plan:
         w_k = np.asarray(form.w_k, np.float64)
         return tuple(float(np.linalg.norm(k) / np.linalg.norm(q)) for k, q in zip(w_k, sums, strict=True))
 
-    def _check(self, start: Start, form: BilinearForm, grouped: bool) -> None:
+    def _check(self, start: Start, grouped: bool, written: torch.Tensor | None) -> None:
         import torch
 
-        eps = float(torch.finfo(self.site.w_k().dtype).eps)
+        w_k = self.site.w_k().detach()
         scores = (start.symmetry,) if grouped else (start.symmetry, *start.head_symmetry)
         if not all(math.isfinite(s) for s in scores):
             raise SurgeryError(f"{start.path}: W of the arm {self.arm!r} is zero or not finite")
+        if written is not None and not torch.equal(w_k, written):
+            raise SurgeryError(
+                f"{start.path}: W_K does not hold what was written, c W_Q J; it may be computed from other weights, or "
+                "be written by another layer too"
+            )
         if self.promise is not None:
             off = max(abs(s - self.promise) for s in scores)
-            if off > max(64 * eps**2, 1e-6):
+            if off > max(64 * float(torch.finfo(w_k.dtype).eps) ** 2, 1e-6):
                 raise SurgeryError(
                     f"{start.path}: the arm {self.arm!r} promises symmetry {self.promise:+g} and {off:.1e} is missing; "
                     "the weights may hold values beyond their type, or be computed from others"
-                )
-        elif self.arm == "orthogonal":
-            rank = float(np.min(form.effective_rank()))
-            band = (1 + 6 * (2 / form.n_kv_heads) ** 0.5) / rank + 6 * 2**0.5 / form.d_model
-            if abs(start.symmetry) > band:
-                raise SurgeryError(
-                    f"{start.path}: the control has symmetry {start.symmetry:+.3f}, beyond the {band:.3f} "
-                    "that a random J gives; choose another seed"
                 )
 
 

@@ -16,7 +16,7 @@ from qkform.errors import QKFormError, SurgeryError
 from qkform.sites import Site
 from qkform.sites.shares import Side
 from qkform.surgery.circuits import outputs, values
-from qkform.surgery.collapsed import STOCK, balanced, refuse_loss
+from qkform.surgery.collapsed import STOCK, balanced, balanced_qk, refuse_loss
 from qkform.surgery.split import is_split
 
 _SIDES: tuple[tuple[str, Side], ...] = (("q", "w_q"), ("k", "w_k"))
@@ -167,12 +167,11 @@ def narrow(root: nn.Module, path: str, module: Any, truncate: bool) -> dict[str,
     qk = query.weight.detach().view(h, d, d).transpose(1, 2)
     ov = output.weight.detach().view(d, h, d).permute(1, 2, 0)
     with torch.no_grad():
-        w_q, w_k, lost_qk = balanced(qk, width)
+        added = query.bias.detach().view(h, d)
+        w_q, w_k, b_q, lost_qk = balanced_qk(qk, added, width)
+        # what a value bias adds is in the output bias, so W_OV needs no row for it
         w_v, w_o, lost_ov = balanced(ov, width)
-        goal = query.bias.detach().view(h, d, 1).double()
-        b_q = torch.linalg.pinv(w_k.double()) @ goal
-        missing = float(((w_k.double() @ b_q - goal).norm(dim=1) / goal.norm(dim=1).clamp_min(1e-300)).max())
-        refuse_loss(path, max(lost_qk, lost_ov, missing), width, qk, truncate)
+        refuse_loss(path, max(lost_qk, lost_ov), width, qk, truncate)
         rows = {
             "q": (w_q.transpose(1, 2).reshape(h * width, d), b_q.reshape(-1)),
             "k": (w_k.transpose(1, 2).reshape(h * width, d), torch.zeros(h * width)),
@@ -184,7 +183,7 @@ def narrow(root: nn.Module, path: str, module: Any, truncate: bool) -> dict[str,
         for side, place in places.items():
             kind, biased = stock["kinds"][side]
             weight, bias = fused if side == "fused" else rows[side]
-            if not biased and side == "q" and bool(goal.any()):
+            if not biased and side == "q" and bool(added.any()):
                 raise SurgeryError(
                     f"{path}: its stock query projection has no bias, and the collapsed one is not zero"
                 )

@@ -5,13 +5,11 @@ Exit codes: 0; 2 for input that cannot be used (one message on stderr); 1 for a 
 
 from __future__ import annotations
 
-import io
-import os
 import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,15 +18,15 @@ from cyclopts import App, CycloptsError, Group, Parameter
 
 import qkform
 from qkform import targets
-from qkform.errors import ConfigError, QKFormError, RecordError
+from qkform.cli.output import fail, plain, print_table, put, say, say_lines, stand_in_streams, write
+from qkform.cli.theory import theory
+from qkform.errors import ConfigError, QKFormError
 
 if TYPE_CHECKING:
     from qkform.differences import DiffTable
     from qkform.options import Options
     from qkform.records import Row, ScoreTable
     from qkform.scanner import Progress
-
-LONGEST = 2500  # characters of one message: names in a hostile file can be millions long
 
 app = App(
     name="qkform",
@@ -37,6 +35,7 @@ app = App(
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,  # `main` says it
 )
+app.command(theory)
 _unknown = Group(
     "Layouts that are not known", help="Heads outrank the config; names take {layer}.", sort_key=2
 )
@@ -126,7 +125,7 @@ def scan(
     from qkform.options import Options
 
     if not sources:
-        return _fail("name at least one source, for example: qkform scan sample:minilm")
+        return fail("name at least one source, for example: qkform scan sample:minilm")
     options = Options(
         heads=heads,
         kv_heads=kv_heads,
@@ -147,11 +146,11 @@ def scan(
     targets.check(sources, out, html, plots)
     table, faults = _scan_all(sources, options, quiet=quiet)
     if table.models:  # files first: a reader that closes our stdout does not cost them
-        _write(table, out, html, plots, quiet)
+        write(table, out, html, plots, quiet)
     _warn(table)
     for error in table.errors:
-        _say(f"error: {error.message}")
-    _print_table(table, format)
+        say(f"error: {error.message}")
+    print_table(table, format)
     return 1 if faults else 2 if table.errors else 0
 
 
@@ -260,9 +259,9 @@ def diff(
             qk_norm=qk_norm,
             offset=offset,
         )
-    _write(table, out, html, plots, quiet)
+    write(table, out, html, plots, quiet)
     _warn_diff(table)
-    _print_table(table, format)
+    print_table(table, format)
     return 0
 
 
@@ -289,11 +288,11 @@ def demo(
     table, faults = _scan_all(["sample:minilm", "sample:smollm2"], Options(), quiet=quiet)
     if table.errors:
         for error in table.errors:
-            _say(f"error: {error.message}")
+            say(f"error: {error.message}")
         return 1 if faults else 2
-    _write(table, (), html, None, quiet=True)
-    _print_table(table, "human")
-    _out(f"{html.resolve()}\n")
+    write(table, (), html, None, quiet=True)
+    print_table(table, "human")
+    put(f"{html.resolve()}\n")
     return 0
 
 
@@ -312,28 +311,28 @@ def samples(
     from qkform import samples as store
 
     for name, sample in store.SAMPLES.items():
-        path = store.fetch(name, on_progress=None if quiet else _say)
-        _out(f"sample:{name}\t{sample.package} {sample.version}\t{path}\n")
+        path = store.fetch(name, on_progress=None if quiet else say)
+        put(f"sample:{name}\t{sample.package} {sample.version}\t{path}\n")
     return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    _stand_in_streams()
+    stand_in_streams()
     try:
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
         return code if isinstance(code, int) else 0
     except CycloptsError as error:
-        return _fail(f"{_plain(str(error))} (see qkform --help)")
+        return fail(f"{plain(str(error))} (see qkform --help)")
     except QKFormError as error:
-        return _fail(str(error))
+        return fail(str(error))
     except KeyboardInterrupt:
-        _say("interrupted")
+        say("interrupted")
         return 130
     except MemoryError:
         from qkform.scanner import OUT_OF_MEMORY
 
-        return _fail(OUT_OF_MEMORY)
+        return fail(OUT_OF_MEMORY)
 
 
 def _scan_all(sources: Sequence[str], options: Options, *, quiet: bool) -> tuple[ScoreTable, int]:
@@ -352,13 +351,13 @@ def _scan_all(sources: Sequence[str], options: Options, *, quiet: bool) -> tuple
                 tables.append(ScoreTable([], [fault(source, error)]))
             except Exception as error:
                 faults += 1
-                _say_lines(traceback.format_exc())
+                say_lines(traceback.format_exc())
                 message = (
                     f"{source[:200]}: internal error, please report it with the traceback above: {error!r}"
                 )
                 tables.append(ScoreTable([], [SourceFault(source, message)]))
     table = merged(tables)
-    errors = [SourceFault(error.source, _plain(error.message)) for error in table.errors]
+    errors = [SourceFault(error.source, plain(error.message)) for error in table.errors]
     return ScoreTable(table.models, errors), faults
 
 
@@ -367,7 +366,7 @@ def _fetch_sample(source: str, quiet: bool) -> None:
     if source.startswith("sample:"):
         from qkform import samples as store
 
-        store.fetch(source.removeprefix("sample:"), on_progress=None if quiet else _say)
+        store.fetch(source.removeprefix("sample:"), on_progress=None if quiet else say)
 
 
 def _distances(text: str | None) -> tuple[int, ...] | None:
@@ -399,71 +398,10 @@ def _progress(quiet: bool) -> Iterator[Progress | None]:
 
         def show(source: str, done: int, total: int) -> None:
             if source not in tasks:
-                tasks[source] = bars.add_task(escape(_plain(source)), total=total)
+                tasks[source] = bars.add_task(escape(plain(source)), total=total)
             bars.update(tasks[source], completed=done)
 
         yield show
-
-
-def _print_table(table: ScoreTable | DiffTable, format: str) -> None:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no fault
-    if format == "json":
-        _out(table.to_json() + "\n")
-    elif format == "csv":
-        text = table.to_csv()
-        _out(text if not sys.stdout.isatty() else _plain(text, keep="\n"))
-    else:
-        from rich.console import Console
-
-        from qkform.report.screens import renderables
-
-        file = io.StringIO()
-        width = max(Console().width, 20)
-        console = Console(
-            file=file,
-            width=width,
-            highlight=False,
-            emoji=False,
-            markup=False,
-            force_terminal=sys.stdout.isatty() and "NO_COLOR" not in os.environ,
-        )
-        unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-        for item in renderables(table, width=width, unicode=unicode):
-            console.print(item)
-        _out(file.getvalue())
-
-
-def _out(text: str) -> None:
-    """Text on stdout; a reader that has gone, `head` for example, has what it wanted."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _nowhere("stdout")
-    except OSError as error:
-        _nowhere("stdout")
-        raise RecordError(f"cannot write to stdout: {error.strerror or error}") from None
-
-
-def _stand_in_streams() -> None:
-    """A stream that was closed for us is nowhere, not a fault."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            _nowhere(name)
-
-
-def _nowhere(name: str) -> None:
-    """Put a stand-in for a standard stream that is gone; the interpreter flushes it at exit."""
-    setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-
-
-def _write(
-    table: ScoreTable | DiffTable, out: Sequence[Path], html: Path | None, plots: Path | None, quiet: bool
-) -> None:
-    for note in targets.write(table, out, html, plots):
-        if not quiet:
-            _say(note)
 
 
 def _warn(table: ScoreTable) -> None:
@@ -488,7 +426,7 @@ def _warn_steps(table: ScoreTable) -> None:
         for step, names in at.items():
             if len(names) > 1:
                 more = ", ..." if len(names) > 5 else ""
-                _say(
+                say(
                     f"warning: step {step} is there {len(names)} times in one run: {', '.join(names[:5])}{more}"
                 )
 
@@ -502,7 +440,7 @@ def _warn_diff(table: DiffTable) -> None:
         if modules:
             layers = "1 layer is" if len(modules) == 1 else f"{len(modules)} layers are"
             more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
-            _say(f"warning: {name}: {layers} in the {side} alone and not compared: {modules[0]}{more}")
+            say(f"warning: {name}: {layers} in the {side} alone and not compared: {modules[0]}{more}")
 
 
 def _warn_rows(name: str, rows: Iterable[Row]) -> None:
@@ -511,31 +449,4 @@ def _warn_rows(name: str, rows: Iterable[Row]) -> None:
         broken.setdefault(row["reason"], []).append(f"{row['module']} head {row['head']}")
     for reason, where in broken.items():
         more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-        _say(f"warning: {name}: no scores for {where[0]}{more}: {reason}")
-
-
-def _say(text: str) -> None:
-    """One line on stderr, of bounded length."""
-    text = _plain(text)
-    _say_lines(text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text):,} characters)")
-
-
-def _say_lines(text: str) -> None:
-    with suppress(OSError, ValueError):  # a stderr that is closed or full has nobody to read it
-        print(text, file=sys.stderr, flush=True)
-
-
-def _fail(message: str) -> int:
-    _say(f"error: {message}")
-    return 2
-
-
-def _plain(text: str, keep: str = "") -> str:
-    """Text on one line; control characters, which could come from a file's names, are shown and not obeyed."""
-    return "".join(
-        c if c.isprintable() or c in keep else " " if c in "\n\t" else ascii(c)[1:-1] for c in text
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        say(f"warning: {name}: no scores for {where[0]}{more}: {reason}")

@@ -1,0 +1,44 @@
+"""Do circuits, objective and start of a flow fit each other? Errors say what was given and what would work."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from qkform.dynamics.one_layer.circuits import KINDS
+from qkform.dynamics.one_layer.objectives import OBJECTIVES
+from qkform.errors import DynamicsError
+
+if TYPE_CHECKING:
+    from qkform.dynamics.one_layer.flow import Flow
+
+SMALL = 0.01  # where factorized circuits start unless told: from 0 they never move
+
+
+def check(flow: Flow) -> None:
+    """DynamicsError for the first thing that does not fit."""
+    for name, known in (("attention", KINDS), ("output", KINDS), ("objective", OBJECTIVES)):
+        value = getattr(flow, name)
+        if value not in known:
+            raise DynamicsError(f"{name} is {value!r}; known: {', '.join(known)}")
+    flow.task  # noqa: B018  wrong sizes are said here
+    for name in ("start", "imbalance"):
+        value = getattr(flow, name)
+        if isinstance(value, (int, float)) and value and "factorized" not in (flow.attention, flow.output):
+            raise DynamicsError(
+                f"{name} is {value}: one number is of factorized circuits, and both are collapsed; leave it "
+                "out, or name a pair: attention, output"
+            )
+    for side, at, tilt in zip(("attention", "output"), flow.first, flow.tilts, strict=True):
+        kind = getattr(flow, side)
+        if not 0 <= at < math.inf:
+            raise DynamicsError(f"start is {at} for the {side} circuit; it is 0 or above")
+        if not math.isfinite(tilt) or (tilt and kind == "collapsed"):
+            raise DynamicsError(
+                f"imbalance is {tilt} for the {kind} {side} circuit; factorized circuits have one, a finite number"
+            )
+        if kind == "factorized" and at == 0 and tilt == 0:
+            raise DynamicsError(
+                f"the factorized {side} circuit starts at 0 and never moves: each factor's gradient is a product "
+                f"with the other; start above 0, for example start={SMALL}"
+            )
