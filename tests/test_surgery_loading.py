@@ -621,13 +621,21 @@ def test_a_record_that_cannot_be_added_to_is_read_before_anything_is_changed(fou
         assert list(model.state_dict()) == list(bert().state_dict())
 
 
-@pytest.mark.parametrize(
-    "change",
-    ["x", 1, None, {"sites": []}, {"change": []}, {"change": "decouple", "sites": "x"}, {"change": "decouple", "sites": [1]},
-     {"change": "set_attention", "kind": ["x"], "sites": ["a"]}, {"change": "decouple", "sites": [], "normalised": 3},
-     {"change": "decouple", "model": "x"}],
-    ids=str,
-)  # fmt: skip
+MALFORMED: list[Any] = [
+    "x",
+    1,
+    None,
+    {"sites": []},
+    {"change": []},
+    {"change": "decouple", "sites": "x"},
+    {"change": "decouple", "sites": [1]},
+    {"change": "set_attention", "kind": ["x"], "sites": ["a"]},
+    {"change": "decouple", "sites": [], "normalised": 3},
+    {"change": "decouple", "model": "x"},
+]
+
+
+@pytest.mark.parametrize("change", MALFORMED, ids=str)
 def test_a_malformed_change(folder: Path, change: Any) -> None:
     edit(folder, lambda config: config["qkform"].update(changes=[change]))
     with pytest.raises(SurgeryError, match="record of surgery"):

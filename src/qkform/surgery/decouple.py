@@ -16,6 +16,7 @@ from qkform import sites
 from qkform.errors import ConfigError, LayoutError, SurgeryError
 from qkform.sites import Site
 from qkform.surgery import record
+from qkform.surgery.circuits import has_collapsed
 from qkform.surgery.root import changeable
 from qkform.surgery.self_score import SelfScore
 
@@ -124,6 +125,10 @@ def restore(model: Any, change: Mapping[str, Any]) -> None:
 def self_sites(model: Any) -> list[Site]:
     """The self-attentions of a model. SurgeryError where there are none."""
     name = type(model).__name__
+    if has_collapsed(model):
+        raise SurgeryError(
+            f"the attentions of {name} are collapsed, and have no queries and keys of their own; factorize_ it first"
+        )
     remedy = "give a transformers model, or a module that holds nn.MultiheadAttention"
     try:
         found = sites.find(model)
