@@ -236,7 +236,7 @@ def test_a_self_score_on_another_device_is_an_error() -> None:
     """As in the replicas of nn.DataParallel, whose projections name the self score of the first of them."""
     model = decoupled(BY_NAME["bert"])
     model.bert.encoder.layer[0].attention.self.self_score.to("meta")
-    with pytest.raises(SurgeryError, match="on cpu and its self score on meta; .*DistributedDataParallel"):
+    with pytest.raises(SurgeryError, match=r"on cpu and its self score on meta; .*DistributedDataParallel"):
         model(**inputs(BY_NAME["bert"]))
 
 

@@ -693,6 +693,23 @@ def test_a_self_score_without_a_record(folder: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("name", ["self_score.v", "bert.encoder.layer.7.attention.self.self_score.v"])
+def test_a_self_score_of_no_attention(folder: Path, name: str) -> None:
+    rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(3, 24)}))
+    with pytest.raises(
+        CheckpointError, match=rf"the files have {name}, and config.qkform records no attention"
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 100, 5000])
+def test_a_damaged_file(folder: Path, kept: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=rf"^{file}: cannot be read as safetensors"):
+        load(folder)
+
+
 def test_custom_code_that_an_auto_class_fetches(folder: Path) -> None:
     class Fetching(transformers.AutoModelForMaskedLM):  # type: ignore[name-defined, misc]
         @classmethod

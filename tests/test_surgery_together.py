@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qkform.errors import SurgeryError
+from qkform.errors import AttentionError, SurgeryError
 from qkform.surgery import (
+    CircuitAttention,
     collapse_,
     decouple_,
     factorize_,
@@ -191,7 +192,7 @@ def test_data_parallel_training_of_a_changed_model() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
-@pytest.mark.parametrize("name", ["bert", "encoder"])
+@pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.slow), "encoder"])
 def test_a_compiled_model_is_compiled_anew_after_a_change(name: str) -> None:
     model = model_of(name)
     compiled = torch.compile(model, backend="eager")
@@ -216,3 +217,28 @@ def test_a_compiled_model_is_compiled_anew_after_a_change(name: str) -> None:
         undo(compiled)
         torch.testing.assert_close(called(compiled), stock, rtol=0, atol=1e-9)
     torch.testing.assert_close(computed(model), before, rtol=0, atol=1e-9)
+
+
+def test_masks_that_do_not_fit_a_circuit_attention_are_refused() -> None:
+    attention, x = CircuitAttention(8, 2), torch.randn(4, 5, 8)
+    wrong: list[dict[str, Tensor]] = [
+        {"attn_mask": torch.zeros(4, 5, 5, dtype=torch.bool)},
+        {"attn_mask": torch.zeros(5, 5, dtype=torch.long)},
+        {"key_padding_mask": torch.zeros(5, 4, dtype=torch.bool)},
+        {"key_padding_mask": torch.zeros(4, 5, dtype=torch.long)},
+    ]
+    for given in wrong:
+        with pytest.raises(AttentionError, match=next(iter(given))):
+            attention(x, **given)
+    for mask in (torch.zeros(8, 5, 5), torch.zeros(5, 5), torch.zeros(4, 2, 5, 5), torch.zeros(1, 1, 5, 5)):
+        torch.testing.assert_close(attention(x, attn_mask=mask)[0], attention(x)[0])
+    for sizes in ((0, 1), (16, 0)):
+        with pytest.raises(SurgeryError, match="expected a number from 1"):
+            CircuitAttention(*sizes)
+    for options, reason in (
+        ({"d_head": -1}, "d_head is -1"),
+        ({"d_head": 0}, "d_head is 0"),
+        ({"dropout": 2.0}, "dropout"),
+    ):
+        with pytest.raises(SurgeryError, match=reason):
+            CircuitAttention(8, 2, **options)

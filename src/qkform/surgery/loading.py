@@ -6,6 +6,7 @@ import functools
 import importlib
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from pathlib import Path
 from typing import Any
 
 from qkform.errors import CheckpointError, QKFormError, SurgeryError, prefixed
@@ -18,6 +19,9 @@ _HOME: dict[str, str | None] = {
     "set_attention": "qkform.surgery.set_attention",
     "symmetrize": None,
 }
+
+
+_SCORE = ".self_score.v"
 
 
 def from_pretrained(model_class: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,6 +37,8 @@ def from_pretrained(model_class: Any, source: Any, *args: Any, **kwargs: Any) ->
 
     >>> model = from_pretrained(AutoModelForMaskedLM, "folder")     # doctest: +SKIP
     """
+    from safetensors import SafetensorError
+
     told = kwargs.pop("output_loading_info", False)
     ignore = kwargs.pop("ignore_mismatched_sizes", False)
     restored = _Restored()
@@ -43,7 +49,22 @@ def from_pretrained(model_class: Any, source: Any, *args: Any, **kwargs: Any) ->
         restored.finish(model, report, ignore)
     except QKFormError as error:
         raise prefixed(error, str(source)) from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{_damaged(source)}: cannot be read as safetensors: {error}") from error
     return (model, report) if told else model
+
+
+def _damaged(source: Any) -> str:
+    """The file of a folder that is damaged; the source where that is not found out."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(Path(source).glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError:
+            return str(path)
+    return str(source)
 
 
 class _Restored:
@@ -52,6 +73,7 @@ class _Restored:
     def __init__(self) -> None:
         # Names of the parameters that restoring gave, per model that was built: the last one is the outermost.
         self.added: list[set[str]] = []
+        self.promised: set[str] = set()  # sites of the record in the files
         self.classes: dict[type, type] = {}  # class of a model -> the one that restores
 
     def kind(self, model_class: Any) -> Any:
@@ -74,6 +96,7 @@ class _Restored:
         def build(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
             model_class.__init__(model, config, *args, **kwargs)  # type: ignore[misc]
             before = {name for name, _ in model.named_parameters()}
+            self.promised = {site for change in record.changes(model) for site in change.get("sites", ())}
             restore(model)
             self.added.append({name for name, _ in model.named_parameters()} - before)
 
@@ -107,8 +130,18 @@ class _Restored:
             ]
             raise CheckpointError(f"shapes do not fit the config: {_some(said)}")
         has = {path for path, _ in model.named_modules()}
-        unread = (name for name in report["unexpected_keys"] if name.endswith(".self_score.v"))
-        strange = sorted(name for name in unread if name.removesuffix(".self_score.v") in has)
+        unread = {
+            f".{name}".removesuffix(_SCORE): name
+            for name in report["unexpected_keys"]
+            if f".{name}".endswith(_SCORE)
+        }
+        # What is promised and has no place belongs to a part that this class of model lacks.
+        strange = sorted(
+            name
+            for path, name in unread.items()
+            if path.removeprefix(".") in has
+            or not any(f".{site}".endswith(path) or path.endswith(f".{site}") for site in self.promised)
+        )
         if strange:
             raise CheckpointError(
                 f"the files have {_some(strange)}, and config.qkform records no attention that would use it; put the "
