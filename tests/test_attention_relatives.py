@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import qkform as qk
-from qkform.attention.exclusive import exclusive_reference
-from qkform.attention.no_diagonal import no_diagonal_reference
+from qkform.attention import reference
 from qkform.errors import AttentionError
 
 LARGEST = 1e-12  # in float64
@@ -144,7 +143,7 @@ def exclusive(case: Case):
 @pytest.mark.parametrize("case", CASES, ids=by_name)
 def test_exclusive_is_its_formula(case):
     options = {name: value for name, value in case.options().items() if name != "enable_gqa"}
-    agree(exclusive(case), lambda q, k, v: exclusive_reference(q, k, v, **options), case.inputs())
+    agree(exclusive(case), lambda q, k, v: reference.exclusive(q, k, v, **options), case.inputs())
 
 
 @pytest.mark.parametrize("case", CASES, ids=by_name)
@@ -211,7 +210,7 @@ def test_exclusive_takes_any_scale(scale):
     case = Case(causal=True)
     agree(
         lambda q, k, v: qk.attention.exclusive_attention(q, k, v, is_causal=True, scale=scale),
-        lambda q, k, v: exclusive_reference(q, k, v, is_causal=True, scale=scale),
+        lambda q, k, v: reference.exclusive(q, k, v, is_causal=True, scale=scale),
         case.inputs(),
     )
 
@@ -236,7 +235,7 @@ def test_exclusive_gradients_through_torch_func():
         one = torch.func.grad(loss, (0, 1, 2))
         return [*one(q, k, v), *torch.func.vmap(one)(*batches)]
 
-    for a, b in zip(*map(gradients, (qk.attention.exclusive_attention, exclusive_reference)), strict=True):
+    for a, b in zip(*map(gradients, (qk.attention.exclusive_attention, reference.exclusive)), strict=True):
         assert a.abs().max() > 0.1
         assert (a - b).abs().max() < 1e-13
 
@@ -270,6 +269,31 @@ def test_exclusive_under_autocast_has_the_type_that_attention_has_there():
         mixed = (inputs[0].bfloat16(), *inputs[1:])  # a rotary embedding leaves q and k of other types than v
         assert torch.equal(exclusive(case)(*mixed), out)
     assert (out - exclusive(case)(*inputs)).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("causal", BOTH)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_exclusive_rows_closed_by_the_least_number_keep_their_scores(dtype, causal):
+    """As eager masks of Hugging Face close whole rows: in bfloat16 the least number of float32 would be -inf."""
+    case = Case(n=9, m=9, causal=causal)
+    q, k, v = case.inputs(dtype=dtype)
+    mask = torch.zeros(1, 1, 9, 9).masked_fill(torch.arange(9) % 3 == 1, torch.finfo(torch.float32).min)
+    mask[:, :, :4] = torch.finfo(torch.float32).min
+    options = {"attn_mask": mask, "is_causal": causal}
+    out = qk.attention.exclusive_attention(q, k, v, **options)
+    exact = reference.exclusive(q.double(), k.double(), v.double(), **options)
+    assert (out.double() - exact).abs().max() < 8 * torch.finfo(dtype).eps
+    assert (exact[:, :, 1:4] != 0).any(-1).all()
+
+
+def test_exclusive_shows_nan_in_a_mask():
+    q, k, v = Case().inputs()
+    mask = torch.zeros(7, 7, dtype=torch.float64)
+    mask[4, 2] = math.nan
+    for attention in (qk.attention.exclusive_attention, reference.exclusive):
+        out = attention(q, k, v, attn_mask=mask)
+        assert out[:, :, 4].isnan().all()
+        assert out[:, :, [0, 1, 2, 3, 5, 6]].isfinite().all()
 
 
 def test_exclusive_dropout_drops_weights_and_stays_orthogonal():
@@ -316,6 +340,8 @@ def test_steps_with_a_cache_equal_the_whole(function):
         ({"value": (2, 4, 6, 5)}, r"value \(2, 4, 6, 5\)"),
         ({"key": (2, 2, 7, 5), "value": (2, 2, 7, 5)}, "enable_gqa=True"),
         ({"query_start": 1}, "query_start is 1"),
+        ({"query_start": torch.tensor(1)}, "query_start is 1"),
+        ({"query_start": 0.5}, "query_start is 0.5"),
         ({"query": (2, 4, 8, 5)}, "8 queries for 7 keys"),
         ({"attn_mask": (6, 7)}, r"attn_mask has shape \(6, 7\)"),
     ],
@@ -337,7 +363,7 @@ def no_diagonal(case: Case, **more: object):
 @pytest.mark.parametrize("case", CASES, ids=by_name)
 def test_no_diagonal_is_the_diagonal_in_the_mask(case):
     options = {name: value for name, value in case.options().items() if name != "enable_gqa"}
-    agree(no_diagonal(case), lambda q, k, v: no_diagonal_reference(q, k, v, **options), case.inputs())
+    agree(no_diagonal(case), lambda q, k, v: reference.no_diagonal(q, k, v, **options), case.inputs())
 
 
 def test_no_diagonal_row_without_other_keys_is_zero_with_zero_gradients():
@@ -372,12 +398,20 @@ def test_no_diagonal_takes_any_scale(scale, causal):
     """The fused kernels mask before they scale, and the self score is scaled: 0 times -inf, or +inf."""
     agree(
         lambda q, k, v: qk.attention.no_diagonal_attention(q, k, v, is_causal=causal, scale=scale),
-        lambda q, k, v: no_diagonal_reference(q, k, v, is_causal=causal, scale=scale),
+        lambda q, k, v: reference.no_diagonal(q, k, v, is_causal=causal, scale=scale),
         Case().inputs(),
     )
     q, k, v = Case().inputs()
     with pytest.raises(AttentionError, match="scale"):
         qk.attention.no_diagonal_attention(q, k, v, is_causal=causal, scale=scale, impl="flash")
+
+
+def test_no_diagonal_says_that_integers_do_not_fit():
+    q = torch.zeros(2, 4, 7, 5, dtype=torch.int64)
+    with pytest.raises(AttentionError, match="one floating type"):
+        qk.attention.no_diagonal_attention(q, q, q)
+    with pytest.raises(AttentionError, match=r"query has shape \(\)"):
+        qk.attention.no_diagonal_attention(torch.zeros(()), q, q)
 
 
 # ---- both -----------------------------------------------------------------------------------------------------------

@@ -225,6 +225,80 @@ def test_statistics_ask_for_no_gradient(largest):
     assert not found.entropy.requires_grad
 
 
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("score", [4e3, 4e5, -4e5])
+def test_equal_scores_of_any_size_are_uniform(largest, score):
+    """In float32 a log-sum-exp of 4e5 has no digit behind the point that the entropy could be taken from."""
+    k = torch.randn(1, 1, 1, 8, generator=torch.Generator().manual_seed(2)).expand(1, 1, 64, 8)
+    q = score * k / k.square().sum(-1, keepdim=True)
+    found = qk.attention.attention_statistics(q, k, scale=1.0, largest=largest)
+    assert (found.entropy - math.log(64)).abs().max() < 1e-5
+    assert (found.log_sum_exp - score).abs().max() < 1e-6 * abs(score) + 5
+    if largest:
+        assert (found.largest * 64 - 1).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("mask", ["none", "right padding"])
+def test_what_all_keys_have_in_common_costs_no_precision(largest, mask):
+    case = Case(n=90, m=90, d=16, mask=mask, groups=2)
+    q, k, _ = case.inputs(dtype=torch.float32)
+    k = k + 100 * torch.randn(1, 2, 1, 16, generator=torch.Generator().manual_seed(2))
+    found = qk.attention.attention_statistics(q, k, **case.options(), largest=largest)
+    exact = qk.attention.attention_statistics(q.double(), k.double(), **case.options())
+    assert exact.log_sum_exp.max() > 200
+    print((found.entropy - exact.entropy).abs().max())
+    assert (found.entropy - exact.entropy).abs().max() < 5e-5
+    assert (found.log_sum_exp - exact.log_sum_exp).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_that_no_row_sees_cost_no_precision(causal):
+    case = Case(n=20, m=30, causal=causal, mask="none")
+    q, k, _ = case.inputs(dtype=torch.float32)
+    mask = torch.arange(30) < 25
+    start = 3 if causal else None
+    options = {"attn_mask": None if causal else mask, "is_causal": causal, "query_start": start}
+    plain = qk.attention.attention_statistics(q, k, **options, largest=False)
+    for garbage in (1e30, math.nan) if causal else (1e30,):
+        k[:, :, 25:] = garbage
+        found = qk.attention.attention_statistics(q, k, **options, largest=False)
+        assert (found.entropy - plain.entropy).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("largest", [True, False])
+def test_rounding_stays_below_the_number_of_keys(largest):
+    for m in (3, 7, 1000, 1023):
+        q, k = torch.zeros(1, 1, 2, 4), torch.ones(1, 1, m, 4)
+        found = qk.attention.attention_statistics(q, k, largest=largest)
+        assert found.effective_keys.max() <= m
+        assert found.effective_keys.min() > m * (1 - 1e-5)
+        assert found.normalised_entropy.max() <= 1
+
+
+@pytest.mark.parametrize("largest", [True, False])
+def test_nan_in_a_mask_is_seen(largest):
+    q, k, _ = Case().inputs()
+    mask = torch.zeros(7, 7, dtype=torch.float64)
+    mask[4, 2] = math.nan
+    found = qk.attention.attention_statistics(q, k, attn_mask=mask, largest=largest)
+    row = (torch.arange(7) == 4).expand(2, 4, 7)
+    for values in (found.log_sum_exp, found.entropy, found.effective_keys, found.normalised_entropy):
+        assert torch.equal(values.isnan(), row)
+    assert (found.keys == 7).all()
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("shape", [(0, 4, 3, 5), (2, 4, 0, 5), (2, 4, 3, 0)], ids=str)
+def test_no_sequences_no_queries_and_no_keys(shape, largest):
+    b, h, n, m = shape
+    q, k = torch.zeros(b, h, n, 4), torch.zeros(b, h, m, 4)
+    found = qk.attention.attention_statistics(q, k, largest=largest)
+    assert found.keys.shape == found.entropy.shape == (b, h, n)
+    assert found.entropy.sum() == found.effective_keys.sum() == found.keys.sum() == 0
+    assert (found.log_sum_exp == -math.inf).all()
+
+
 class _Largest(TorchDispatchMode):
     """Watches the number of elements of everything that is made."""
 
@@ -246,7 +320,7 @@ def test_nothing_of_the_size_of_all_scores_is_made(options):
     q, k = torch.randn(2, b, h, n, d)
     with _Largest() as watched:
         qk.attention.attention_statistics(q, k, torch.zeros(b, h, n), is_causal=True, **options)
-    assert watched.elements <= 2**21 < b * h * n * n / 4
+    assert watched.elements <= 2**19 < b * h * n * n / 16
 
 
 @pytest.mark.parametrize(
@@ -258,6 +332,8 @@ def test_nothing_of_the_size_of_all_scores_is_made(options):
         ({"self_score": (2, 4, 6)}, r"self_score.*\(2, 4, 6\).*\(2, 4, 7\)"),
         ({"query": (2, 4, 8, 5), "self_score": (2, 4, 8)}, "8 queries for 7 keys"),
         ({"chunk": 0}, "chunk"),
+        ({"chunk": 2.5}, "chunk is 2.5"),
+        ({"query": (2, 4, 7, 0), "key": (2, 4, 7, 0)}, "of no features"),
     ],
 )
 def test_statistics_say_what_does_not_fit(change, message):
@@ -281,3 +357,10 @@ def test_where_a_query_stands_makes_no_difference_to_standard_bidirectional_atte
     one = qk.attention.attention_statistics(q, k)
     other = qk.attention.attention_statistics(q, k, query_start=100)
     assert torch.equal(one.entropy, other.entropy)
+
+
+@pytest.mark.parametrize("start", [1, torch.tensor(1), 0.5])
+def test_statistics_name_a_start_beside_the_keys(start):
+    q, k, _ = Case().inputs()
+    with pytest.raises(AttentionError, match="query_start is"):
+        qk.attention.attention_statistics(q, k, is_causal=True, query_start=start)

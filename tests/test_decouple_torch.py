@@ -612,7 +612,7 @@ def test_a_fit_is_the_regression_of_the_old_self_scores(batch_first: bool) -> No
     squares, own = seen.square(), (q * k).sum(-1)  # (tokens, d), (tokens, H)
     normal = squares.T @ squares
     fits = [
-        torch.linalg.solve(normal + strength * torch.diag(normal.diagonal()), squares.T @ own).T
+        torch.linalg.solve(normal + strength * torch.diag(normal.diagonal()), squares.T @ own).T.detach()
         for strength in STRENGTHS
     ]
     for head, v in enumerate(m.self_score.v.detach()):  # every head has the penalty that serves it best

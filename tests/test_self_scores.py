@@ -102,7 +102,7 @@ def test_older_records_are_read(write_model, tmp_path):
     assert ScoreTable.load(tmp_path / "old.json").rows == table.rows
 
 
-@pytest.mark.parametrize("width", [62, 120])
+@pytest.mark.parametrize("width", [60, 75, 96, 107, 108, 117, 118])
 def test_the_terminal_shows_v_where_there_is_one(width, write_model):
     from rich.console import Console
 
@@ -115,7 +115,10 @@ def test_the_terminal_shows_v_where_there_is_one(width, write_model):
         console.file.close()
         return console.export_text()
 
-    assert "own |v|" in screen("own", decoupled(np.random.default_rng(0), 0, 1))
+    own = screen("own", decoupled(np.random.default_rng(0), 0, 1))
+    assert "own |v|" in own
+    assert "…" not in own
+    assert ("v sign" in own) == (width >= 118)
     assert "own |v|" not in screen("stock", bert_tensors(np.random.default_rng(0)))
 
 

@@ -53,6 +53,8 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> 
         names = ", ".join(map(_name, types))
         raise AttentionError(f"query, key and value are {names}; they are of one floating type: cast them")
     b, h, _, d = query.shape
+    if d == 0:
+        raise AttentionError(f"query has shape {_shape(query)}, of no features; expected one or more")
     if key.shape[0] != b or key.shape[3] != d or key.shape[1] == 0 or h % max(key.shape[1], 1):
         raise AttentionError(
             f"query has shape {_shape(query)}, key {_shape(key)}; a key that fits is ({b}, G, M, {d}), G dividing {h}"
@@ -82,21 +84,45 @@ def check_mask(mask: Tensor, full: tuple[int, int, int, int]) -> None:
 
 
 def check_start(start: int | Tensor | None, n: int, m: int) -> None:
-    """AttentionError for queries that stand beside the keys; a tensor's value is read where it is used."""
+    """AttentionError for queries that stand beside the keys; a tensor's value is read unless something traces it."""
     if isinstance(start, Tensor):
         if start.numel() != 1 or start.is_floating_point() or start.dtype == torch.bool:
             raise AttentionError(
                 f"query_start is a {_name(start.dtype)} tensor of shape {_shape(start)}; it is one integer"
             )
-        return
+        if not _readable(start):
+            return
+        start = int(start)
     if start is None:
         if n > m:
             raise AttentionError(f"{n} queries for {m} keys: a query's own token is one of the keys")
+    elif not isinstance(start, int | torch.SymInt) or isinstance(start, bool):
+        raise AttentionError(f"query_start is {start!r}; it is an int, or a tensor with one integer")
     elif not 0 <= start <= m - n:
         raise AttentionError(
             f"query_start is {start}: {n} queries from there on need keys {start} to {start + n - 1}, of {m}; "
             f"0 to {m - n} would fit"
         )
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether a tensor has a value now: the compiler's, a transform's, a fake and a meta tensor have none."""
+    return not (
+        torch.compiler.is_compiling()
+        or type(x) not in (Tensor, torch.nn.Parameter)
+        or x.is_meta
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As scaled_dot_product_attention under autocast: floats but float64 in the autocast type."""
+    device = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    narrow = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(x.to(dtype) if x.dtype in narrow else x for x in tensors)
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

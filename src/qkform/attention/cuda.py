@@ -1,7 +1,7 @@
 """The memory-efficient kernels of CUDA as `fused.Kernel`. Written from their signatures and not yet run on a card.
 
-That is why `trial` compares them with the reference before they are used: where they differ or fail, `auto` takes the
-reference. They take any mask, where the flash kernels take none; the flash and cuDNN ones may follow for speed.
+`trial` compares them with the reference before they are used, as it does all: where they differ or fail, `auto` takes
+the reference. They take any mask, where the flash kernels take none; the flash and cuDNN ones may follow for speed.
 """
 
 from __future__ import annotations
@@ -90,4 +90,4 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return room.copy_(mask).expand(b, h, n, m)
 
 
-KERNEL = Kernel(forward, backward, refuses, any_strides=False, tried=False)
+KERNEL = Kernel(forward, backward, refuses, any_strides=False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from operator import index
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from qkform.attention import reference
-from qkform.attention.checks import check
+from qkform.attention.checks import autocast, check
 from qkform.attention.fused import KERNELS
 from qkform.attention.operator import Direct, attend, direct
 from qkform.attention.trial import disagreement
@@ -53,7 +54,7 @@ def decoupled_attention(
     >>> decoupled_attention(q, k, v, torch.zeros(1, 2, 3), is_causal=True).shape
     torch.Size([1, 2, 3, 4])
     """
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast(query, key, value)
     check(query, key, value, self_score, attn_mask, dropout_p, enable_gqa, query_start, impl)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     reason = why_not_flash(query, key, value, self_score, attn_mask, dropout_p, scale)
@@ -100,8 +101,10 @@ def why_not_flash(
         return "attn_mask requires a gradient"
     kernel, d = KERNELS[query.device.type], query.shape[-1]
     refusal = kernel.refuses(query)
-    if refusal is None and not kernel.tried:
-        refusal = disagreement(str(query.device), query.dtype, d)
+    if refusal is None:
+        refusal = disagreement(
+            str(query.device), query.dtype, index(d)
+        )  # a number, where the compiler has a symbol
     if refusal is not None:
         return refusal
     if torch._C._are_functorch_transforms_active():
@@ -109,13 +112,3 @@ def why_not_flash(
     if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         return "an argument carries a forward-mode tangent"
     return None
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As scaled_dot_product_attention under autocast: floats but float64 in the autocast type."""
-    device = tensors[0].device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    narrow = (torch.float32, torch.float16, torch.bfloat16)
-    return tuple(x.to(dtype) if x.dtype in narrow else x for x in tensors)

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from qkform.attention import reference
-from qkform.attention.checks import check_heads, check_mask, check_start
-from qkform.attention.decoupled import _autocast
+from qkform.attention.checks import autocast, check_heads, check_mask, check_start
+from qkform.attention.masks import narrowed, tops
 
 
 def exclusive_attention(
@@ -37,7 +36,7 @@ def exclusive_attention(
     Source: arXiv 2603.09078.  `scaled_dot_product_attention` and a few passes over its output; what that can do in
     torch.func and in second derivatives, this can.
     """
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast(query, key, value)
     check_heads(query, key, value, enable_gqa)
     n, m = query.shape[2], key.shape[2]
     if attn_mask is not None:
@@ -54,54 +53,32 @@ def exclusive_attention(
     return _without(y, _own(value, start, n))
 
 
-def exclusive_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    query_start: int | Tensor | None = None,
-) -> Tensor:
-    """The formula as it stands, on the score matrix: what `exclusive_attention` must agree with."""
-    n, m, groups = query.shape[-2], key.shape[-2], query.shape[1] // key.shape[1]
-    place = torch.arange(n, device=query.device) + (m - n if query_start is None else query_start)
-    own_key = key.repeat_interleave(groups, 1)[:, :, place]
-    v = value.repeat_interleave(groups, 1)[:, :, place]  # (B, H, N, D_v)
-    y = reference.decoupled(
-        query,
-        key,
-        value,
-        (query * own_key).sum(-1),  # the score that the token has with itself anyway
-        attn_mask=attn_mask,
-        is_causal=is_causal,
-        scale=scale,
-        query_start=query_start,
-    )
-    square = (v * v).sum(-1, keepdim=True)
-    along = (y * v).sum(-1, keepdim=True) / torch.where(square == 0, 1, square)
-    return y - along * v
-
-
 def _mask(
     query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, start: int | Tensor
 ) -> tuple[Tensor | None, bool]:
     """The mask and `is_causal` that say the same to `scaled_dot_product_attention`: it aligns top-left."""
     n, m = query.shape[-2], key.shape[-2]
     if attn_mask is not None and attn_mask.dtype != torch.bool:
-        attn_mask = attn_mask.to(query.dtype)
+        attn_mask = _levelled(attn_mask, query, is_causal, start)
     if not is_causal or (isinstance(start, int) and n == 1 and start == m - 1):
         return attn_mask, False
     if attn_mask is None and isinstance(start, int) and start == 0:
         return None, True
-    place = torch.arange(n, device=query.device) + start
-    past = torch.arange(m, device=query.device) <= place[:, None]  # (N, M)
-    if attn_mask is None:
-        return past, False
-    if attn_mask.dtype == torch.bool:
-        return attn_mask & past, False
-    return attn_mask.masked_fill(~past, -torch.inf), False
+    return narrowed(attn_mask, _past(query, m, start)), False
+
+
+def _past(query: Tensor, m: int, start: int | Tensor) -> Tensor:
+    """(N, M): the keys up to each query's own."""
+    place = torch.arange(query.shape[-2], device=query.device) + start
+    return torch.arange(m, device=query.device) <= place[:, None]
+
+
+def _levelled(mask: Tensor, query: Tensor, is_causal: bool, start: int | Tensor) -> Tensor:
+    """A float mask in the type of the queries, in which the least number of a wider type would be -inf: see `tops`."""
+    allowed = mask != -torch.inf
+    if is_causal:
+        allowed = allowed & _past(query, mask.shape[-1], start)
+    return (mask - tops(mask, allowed)).to(query.dtype)
 
 
 def _own(value: Tensor, start: int | Tensor, n: int) -> Tensor:

@@ -58,4 +58,3 @@ class Kernel(NamedTuple):
     backward: Backward
     refuses: Callable[[Tensor], str | None]  # why it cannot take these queries
     any_strides: bool = True  # a mask whose rows overlap in memory will do
-    tried: bool = True  # its values were seen to be right; else `trial` looks first

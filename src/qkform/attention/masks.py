@@ -53,3 +53,10 @@ def as_floats(mask: Tensor, like: Tensor) -> Tensor:
     if mask.dtype != like.dtype and mask.dtype != wide:
         mask = mask.to(wide)
     return mask.contiguous() if mask.shape[3] > 1 and mask.stride(3) != 1 else mask
+
+
+def narrowed(mask: Tensor | None, opened: Tensor) -> Tensor:
+    """A mask of either kind with only those of its keys open that `opened` (bool) has open too; None opens all."""
+    if mask is None:
+        return opened
+    return mask & opened if mask.dtype == torch.bool else mask.masked_fill(~opened, -math.inf)

@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qkform.attention import reference
 from qkform.attention.decoupled import decoupled_attention
 
 
@@ -34,7 +33,7 @@ def no_diagonal_attention(
         query,
         key,
         value,
-        torch.full_like(query[..., 0], -math.inf),
+        torch.full(query.shape[:-1], -math.inf, dtype=torch.float32, device=query.device),
         attn_mask=attn_mask,
         dropout_p=dropout_p,
         is_causal=is_causal,
@@ -42,36 +41,4 @@ def no_diagonal_attention(
         enable_gqa=enable_gqa,
         query_start=query_start,
         impl=impl,
-    )
-
-
-def no_diagonal_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    query_start: int | Tensor | None = None,
-) -> Tensor:
-    """The same with the diagonal in the mask: what `no_diagonal_attention` must agree with."""
-    n, m = query.shape[-2], key.shape[-2]
-    place = torch.arange(n, device=query.device) + (m - n if query_start is None else query_start)
-    others = torch.arange(m, device=query.device) != place[:, None]  # (N, M)
-    if attn_mask is None:
-        mask = others
-    elif attn_mask.dtype == torch.bool:
-        mask = attn_mask & others
-    else:
-        mask = attn_mask.masked_fill(~others, -math.inf)
-    return reference.decoupled(
-        query,
-        key,
-        value,
-        torch.zeros_like(query[..., 0]),
-        attn_mask=mask,
-        is_causal=is_causal,
-        scale=scale,
-        query_start=query_start,
     )

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from qkform.attention.masks import tops
+from qkform.attention.masks import narrowed, tops
 
 
 def decoupled(
@@ -66,12 +66,68 @@ def decoupled_weights(
     if is_causal:
         allowed = allowed & (keys <= place[:, None])
     if attn_mask is not None and attn_mask.dtype != torch.bool:
-        allowed = allowed & (attn_mask > -math.inf)
+        allowed = allowed & (attn_mask != -math.inf)  # NaN is open, and seen
         scores = scores + (attn_mask - tops(attn_mask, allowed))
     elif attn_mask is not None:
         allowed = allowed & attn_mask
     weights = torch.softmax(scores.masked_fill(~allowed, -math.inf), -1)
     return torch.where(allowed.any(-1, keepdim=True), weights, 0.0)  # a row without keys is zero, not NaN
+
+
+def exclusive(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    query_start: int | Tensor | None = None,
+) -> Tensor:
+    """The formula as it stands, on the score matrix: what `exclusive_attention` must agree with."""
+    n, m, groups = query.shape[-2], key.shape[-2], query.shape[1] // key.shape[1]
+    place = torch.arange(n, device=query.device) + (m - n if query_start is None else query_start)
+    own_key = key.repeat_interleave(groups, 1)[:, :, place]
+    v = value.repeat_interleave(groups, 1)[:, :, place]  # (B, H, N, D_v)
+    y = decoupled(
+        query,
+        key,
+        value,
+        (query * own_key).sum(-1),  # the score that the token has with itself anyway
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        query_start=query_start,
+    )
+    square = (v * v).sum(-1, keepdim=True)
+    along = (y * v).sum(-1, keepdim=True) / torch.where(square == 0, 1, square)
+    return y - along * v
+
+
+def no_diagonal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    query_start: int | Tensor | None = None,
+) -> Tensor:
+    """The same with the diagonal in the mask: what `no_diagonal_attention` must agree with."""
+    n, m = query.shape[-2], key.shape[-2]
+    place = torch.arange(n, device=query.device) + (m - n if query_start is None else query_start)
+    others = torch.arange(m, device=query.device) != place[:, None]  # (N, M)
+    return decoupled(
+        query,
+        key,
+        value,
+        torch.zeros_like(query[..., 0]),
+        attn_mask=narrowed(attn_mask, others),
+        is_causal=is_causal,
+        scale=scale,
+        query_start=query_start,
+    )
 
 
 def score_type(query: Tensor) -> torch.dtype:

@@ -14,8 +14,10 @@ from qkform.attention.decoupled import why_not_flash
 from qkform.attention.operator import attend
 from qkform.errors import AttentionError
 
-CHUNK_SCORES = 2**21  # scores held at once, over batch and heads, unless `chunk` says how many rows
-_FAR = -1e4  # nats below the largest score: exp of it is 0 in every type
+CHUNK_SCORES = (
+    2**19
+)  # scores held at once, over batch and heads, unless `chunk` says how many rows: a core's cache
+_FAR = -800.0  # nats below the largest score: exp of it is 0 in every type
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,13 @@ class AttentionStatistics:
     @property
     def effective_keys(self) -> Tensor:
         """exp(entropy): over how many keys the weight is spread, in [1, keys]; 0 for a row without keys."""
-        return torch.where(self.keys > 0, self.entropy.exp(), 0.0)
+        return torch.minimum(self.entropy.exp(), self.keys.to(self.entropy.dtype))
 
     @property
     def normalised_entropy(self) -> Tensor:
         """Entropy over log(keys), in [0, 1]: 1 is uniform.  A row with one key or none has no choice: 0."""
         most = self.keys.clamp(min=2).to(self.entropy.dtype).log()
-        return torch.where(self.keys > 1, self.entropy / most, 0.0)
+        return torch.where(self.keys > 1, (self.entropy / most).clamp(max=1.0), 0.0)
 
 
 def attention_statistics(
@@ -61,11 +63,15 @@ def attention_statistics(
     `scale`, `enable_gqa` and `query_start` as in `decoupled_attention`; standard attention that is not causal may look
     at another sequence.  A float mask is part of the scores: all three count it, and -inf hides a key.
 
-    Exact, without gradients, float32 (float64 for a float64 query).  Log-sum-exp and entropy are one call of the fused
-    kernels with the keys as values: with p the weights and s the scores of a row,
+    Without gradients, in float32 (float64 for a float64 query).  From the scores of `chunk` rows at a time, by default
+    as many as make half a million scores: the largest is taken off each row first, so that nothing cancels;
+    what is left is the rounding of the scores, eps times their size.  Memory grows as N and not as N^2.
+
+    largest=False is faster: log-sum-exp and entropy are one call of the fused kernels with the keys as values (but not
+    under a float mask).  With p the weights and s the scores of a row,
     entropy = log_sum_exp - sum_j p_j s_j = log_sum_exp - scale * q . sum_j p_j k_j, and the self score in its place.
-    The largest weight, and everything under a float mask, comes from the scores of `chunk` rows at a time, by default
-    as many as make two million scores: slower, and memory still grows as N and not as N^2.
+    The mean of the keys is taken off the keys first, which moves a row's scores together; log_sum_exp and the mean
+    score still cancel, so that an entropy is exact up to a few eps times |log_sum_exp| of what is left.
 
     >>> found = attention_statistics(torch.zeros(1, 2, 3, 4), torch.ones(1, 2, 3, 4), is_causal=True)
     >>> found.effective_keys[0, 0]
@@ -85,9 +91,14 @@ def attention_statistics(
         check_start(query_start, n, m)
     else:
         query_start = None  # where a query stands makes no difference
-    if chunk is not None and chunk < 1:
-        raise AttentionError(f"chunk is {chunk}; it is a number of rows, 1 or more")
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        raise AttentionError(f"chunk is {chunk!r}; it is a number of rows, 1 or more")
     exact = torch.promote_types(query.dtype, torch.float32)
+    if b * h * n * m == 0:
+        nothing = query.new_zeros(b, h, n, dtype=exact)
+        return AttentionStatistics(
+            nothing - math.inf, nothing, nothing.long(), nothing.clone() if largest else None
+        )
     given = _Given(
         query.to(exact),
         key.to(exact),
@@ -99,11 +110,9 @@ def attention_statistics(
     )
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         keys = given.count_keys(chunk)
-        if not given.fits_the_fused_kernels():
+        if largest or not given.fits_the_fused_kernels():
             return _from_scores(given, keys, chunk, largest)
-        log_sum_exp, entropy = _fused(given, keys)
-        most = _largest(given, log_sum_exp, chunk) if largest else None
-        return AttentionStatistics(log_sum_exp, entropy, keys, most)
+        return _fused(given, keys)
 
 
 @dataclass(frozen=True)
@@ -139,7 +148,7 @@ class _Given:
         """Which keys some rows may attend to, broadcasting to (B, H, rows, M'); None where all."""
         found = self.mask_of(part)
         if found is not None and found.dtype != torch.bool:
-            found = found > -math.inf
+            found = found != -math.inf  # NaN is open, and seen
         if self.is_causal:
             past = torch.arange(self.reach(part), device=self.query.device) <= self.place(part)
             found = past[None, None] if found is None else found & past
@@ -163,6 +172,18 @@ class _Given:
                 count[:, :, part] -= gone.long()
         return count
 
+    def centre(self) -> Tensor:
+        """(B, G, 1, D): the mean of the keys that some row may attend to; 0 where there is none or it is not finite."""
+        used = torch.ones((), dtype=torch.bool, device=self.key.device)
+        if self.is_causal:
+            last = self.start + self.query.shape[2] - 1
+            used = torch.arange(self.key.shape[2], device=self.key.device) <= last  # (M,)
+        if self.mask is not None:
+            used = used & self.mask.any(2).any(1, keepdim=True)  # (b, 1, M)
+        used = used.expand(self.key.shape[0], 1, self.key.shape[2])[..., None]  # (B, 1, M, 1)
+        mean = torch.where(used, self.key, 0.0).sum(2, keepdim=True) / used.sum(2, keepdim=True)
+        return torch.where(mean.isfinite(), mean, 0.0)
+
     def fits_the_fused_kernels(self) -> bool:
         n, m = self.query.shape[2], self.key.shape[2]
         own = self.query[..., 0] if self.self_score is None else self.self_score
@@ -177,36 +198,39 @@ def _parts(n: int, chunk: int | None, scores_of_a_row: int) -> Iterator[slice]:
         yield slice(begin, min(begin + rows, n))
 
 
-def _fused(given: _Given, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp and entropy: one fused call gives the mean key of each row, and that the mean score."""
-    q, k, self_score = given.query, given.key, given.self_score
-    groups, places = k.shape[1], given.place(slice(0, q.shape[2]))
-    own_key = k.index_select(2, places[:, 0])[:, :, None]  # (B, G, 1, N, D)
-    product = (q.unflatten(1, (groups, -1)) * own_key).sum(-1).flatten(1, 2)  # q_i . k_i
-    own = product if self_score is None else self_score
+def _fused(given: _Given, keys: Tensor) -> AttentionStatistics:
+    """Without the largest weights: one fused call gives the mean key of each row, and that the mean score."""
+    q, self_score, scale = given.query, given.self_score, given.scale
+    centre = given.centre()
+    k = given.key - centre  # every score of row i is less by scale * moved_i
+    moved = _product(q, centre)
+    places = given.place(slice(0, q.shape[2]))
+    product = _product(q, k.index_select(2, places[:, 0]))  # q_i . k_i
+    own = product if self_score is None else self_score - moved
     start, place = (0, given.start) if isinstance(given.start, Tensor) else (given.start, None)
-    mean_key, log_sum_exp = attend(q, k, k, own, given.mask, given.is_causal, given.scale, start, place)
-    mean = (q.unflatten(1, (groups, -1)) * mean_key.unflatten(1, (groups, -1))).sum(-1).flatten(1, 2)
+    mean_key, log_sum_exp = attend(q, k, k, own, given.mask, given.is_causal, scale, start, place)
+    mean = _product(q, mean_key)
     if self_score is not None:
-        weight = torch.exp(given.scale * own - log_sum_exp)  # of the own key
+        weight = torch.exp(scale * own - log_sum_exp)  # of the own key
         hidden = own == -math.inf
         if given.mask is not None:
             mask = given.mask.expand(-1, -1, q.shape[2], k.shape[2])
             hidden = hidden | ~mask.gather(-1, places.expand(*mask.shape[:3], 1))[..., 0]
         mean = mean + torch.where(hidden, 0.0, weight * (own - product))
-    empty = keys == 0
-    entropy = (log_sum_exp - given.scale * mean).clamp_(min=0.0).masked_fill_(empty, 0.0)
-    return log_sum_exp.masked_fill(empty, -math.inf), entropy
+    entropy = _in_range(log_sum_exp - scale * mean, keys)
+    log_sum_exp = (log_sum_exp + scale * moved).masked_fill_(keys == 0, -math.inf)
+    return AttentionStatistics(log_sum_exp, entropy, keys, None)
 
 
-def _largest(given: _Given, log_sum_exp: Tensor, chunk: int | None) -> Tensor:
-    """(B, H, N): the largest weight, from the largest score."""
-    b, h, n, _ = given.query.shape
-    largest = torch.empty_like(log_sum_exp)
-    for part in _parts(n, chunk, b * h * given.key.shape[2]):
-        largest[:, :, part] = _scores(given, part).amax(-1)
-    empty = log_sum_exp == -math.inf
-    return largest.sub_(log_sum_exp).exp_().clamp_(max=1.0).masked_fill_(empty, 0.0)
+def _product(q: Tensor, k: Tensor) -> Tensor:
+    """(B, H, N): q . k of each query with its own of k (B, G or H, N or 1, D)."""
+    return (q.unflatten(1, (k.shape[1], -1)) * k[:, :, None]).sum(-1).flatten(1, 2)
+
+
+def _in_range(entropy: Tensor, keys: Tensor) -> Tensor:
+    """The entropy without what rounding adds: from 0 to log(keys)."""
+    most = keys.clamp(min=1).to(entropy.dtype).log()
+    return torch.minimum(entropy.clamp(min=0.0), most).masked_fill_(keys == 0, 0.0)
 
 
 def _from_scores(given: _Given, keys: Tensor, chunk: int | None, largest: bool) -> AttentionStatistics:
@@ -224,8 +248,10 @@ def _from_scores(given: _Given, keys: Tensor, chunk: int | None, largest: bool) 
         entropy[:, :, part] = total.log() - weights.mul_(below).sum(-1) / total
         most[:, :, part] = 1 / total
     empty = keys == 0
-    entropy = entropy.clamp_(min=0.0).masked_fill_(empty, 0.0)
-    return AttentionStatistics(log_sum_exp, entropy, keys, most.masked_fill_(empty, 0.0) if largest else None)
+    log_sum_exp.masked_fill_(empty, -math.inf)
+    return AttentionStatistics(
+        log_sum_exp, _in_range(entropy, keys), keys, most.masked_fill_(empty, 0.0) if largest else None
+    )
 
 
 def _scores(given: _Given, part: slice) -> Tensor:

@@ -186,9 +186,10 @@ def _columns(
         columns.append(plain("rank", "effective_rank", number))
     if more and not cross:
         columns.append(plain("attracts", "positive_energy", lambda v: decimals(v, 2)))
-    if more:
+    own = any(row["self_norm"] is not None for row in layers)
+    if width >= (108 if own else 96):
         columns.append(plain("norm", "norm", number))
-    if width >= 60 and any(row["self_norm"] is not None for row in layers):
+    if own and width >= 60:
         columns.append(
             Column(
                 "own |v|",
@@ -196,8 +197,8 @@ def _columns(
                 lambda r: number(median_of(by_layer.get(r["module"], []), "self_norm")),
             )
         )
-        if more:
-            columns.append(plain("v sign", "self_sign", lambda v: decimals(v, 2)))
+    if own and width >= 118:
+        columns.append(plain("v sign", "self_sign", lambda v: decimals(v, 2)))
     return columns
 
 

@@ -120,7 +120,12 @@ def attention(
         _refuse_unknown(module, others)
         _refuse_mask(module, attention_mask)
         start = None if call is None else call.start
-        given = {"attn_mask": mask, "is_causal": causal, "scale": scaling, "query_start": start}
+        given: dict[str, Any] = {
+            "attn_mask": mask,
+            "is_causal": causal,
+            "scale": scaling,
+            "query_start": start,
+        }
         if kind == "exclusive":  # changes what the weights bring, not the weights
             compute = partial(_changed, exclusive_attention, query, key, given)
         elif kind == "decoupled":
