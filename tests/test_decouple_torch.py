@@ -623,7 +623,7 @@ def test_a_fit_is_the_regression_of_the_old_self_scores(batch_first: bool) -> No
 
 
 def test_a_fit_sees_what_every_layer_of_the_model_saw_before() -> None:
-    model, x = encoder(dtype=torch.float64).eval(), inputs()
+    model, x = encoder(dtype=torch.float64).eval(), inputs(70)
     for module in model.layers:
         nn.init.normal_(module.self_attn.in_proj_weight, std=0.5)
         nn.init.normal_(module.self_attn.in_proj_bias)
