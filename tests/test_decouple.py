@@ -435,6 +435,7 @@ def test_the_record_says_what_was_done() -> None:
     change = record.done(model, "decouple")
     assert change == {
         "change": "decouple",
+        "of": "BertForMaskedLM",
         "init": "spread",
         "seed": 4,
         "sites": [f"bert.encoder.layer.{i}.attention.self" for i in range(2)],

@@ -622,6 +622,25 @@ def test_a_fit_is_the_regression_of_the_old_self_scores(batch_first: bool) -> No
     assert vars(m).keys() == vars(stock.self_attn).keys()
 
 
+def test_a_fit_sees_what_every_layer_of_the_model_saw_before() -> None:
+    model, x = encoder(dtype=torch.float64).eval(), inputs(70)
+    for module in model.layers:
+        nn.init.normal_(module.self_attn.in_proj_weight, std=0.5)
+        nn.init.normal_(module.self_attn.in_proj_bias)
+    stock, seen = copy.deepcopy(model), []
+    last = stock.layers[-1].self_attn
+    last.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    stock.train()(x)  # not by the fast path, which calls no module; there is no dropout
+    qk.surgery.decouple_(model, init="fit", batch={"src": x})
+    lone = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64)
+    lone.load_state_dict(last.state_dict())
+    # The fit of the layer by itself, on what it saw in the stock model.
+    holder = nn.ModuleDict({"attention": lone})
+    holder.forward = lambda x: lone(x, x, x)[0]
+    qk.surgery.decouple_(holder, init="fit", batch={"x": seen[0]})
+    close(model.layers[-1].self_attn.self_score.v, lone.self_score.v, 1e-9)
+
+
 # ---- the relatives -----------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import qkform as qk
 from qkform import sites
 from qkform.errors import SurgeryError
-from qkform.surgery import collapse_, decouple_, describe_groups, param_groups, unsplit_
+from qkform.surgery import circuits, collapse_, decouple_, describe_groups, param_groups, rebuilt, unsplit_
 from qkform.surgery.split import is_split, parts, split_
 from tests import truth
 
@@ -408,6 +408,18 @@ def test_splitting_twice_is_splitting_once_and_unsplitting_undoes_it(name: str) 
     computed(model).sum().backward()
 
 
+def test_a_class_that_others_put_before_ours_does_not_hide_the_stock_one() -> None:
+    model = tiny("gpt2").eval()
+    before, module = computed(model), model.transformer.h[0].attn.c_attn
+    kind = type(module)
+    param_groups(model, lr=1e-3, qk_lr_ratio=2.0)
+    ours = type(module)
+    module.__class__ = type("Sharded", (ours,), {})  # as fully_shard does
+    unsplit_(model)
+    assert type(module) is kind
+    assert torch.equal(computed(model), before)
+
+
 def test_unsplitting_puts_parameters_back_where_they_stood() -> None:
     model = tiny("gpt2")
     for block in model.transformer.h:
@@ -721,6 +733,26 @@ def test_a_model_without_attention_is_refused() -> None:
 def test_a_ratio_that_is_not_positive_is_refused(ratio: float) -> None:
     with pytest.raises(SurgeryError, match=r"qk_lr_ratio is .*requires_grad"):
         param_groups(tiny("mha"), lr=1e-3, qk_lr_ratio=ratio)
+
+
+@pytest.mark.parametrize(
+    "given", [{"lr": float("nan")}, {"lr": -1.0}, {"weight_decay": -0.1}, {"weight_decay": float("inf")}]
+)
+def test_a_rate_or_a_decay_that_is_none_is_refused(given: dict[str, float]) -> None:
+    (name,) = given
+    with pytest.raises(SurgeryError, match=f"^{name} is .*; expected a number from 0"):
+        param_groups(tiny("bert"), **{"lr": 1e-3, **given})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("key", "value"), ("keys", "values"), ("Key", "Value"), ("k_proj", "v_proj"), ("KProj", "VProj"), ("Wk", "Wv"),
+     ("w_k", "w_v"), ("K", "V"), ("wk", "wv"), ("key_proj", "value_proj"), ("kv", None), ("dense", None)],
+)  # fmt: skip
+def test_values_are_named_as_keys_are(key: str, value: str | None) -> None:
+    assert circuits.value_name(key) == value
+    assert rebuilt._named_value(f"a.{key}.weight") == (value and f"a.{value}.weight")
+    assert rebuilt._named_value(f"a.{key}") == (value and f"a.{value}")
 
 
 class DistributedDataParallel(nn.Module):

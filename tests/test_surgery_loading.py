@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import qkform as qk
 from qkform.errors import CheckpointError, SurgeryError
-from qkform.surgery import record
+from qkform.surgery import collapse_, record
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:.*learned bias of position")  # of T5, see test_decouple
@@ -70,6 +70,34 @@ def t5() -> Any:
     return transformers.T5ForConditionalGeneration(config)
 
 
+def bart() -> Any:
+    config = transformers.BartConfig(
+        d_model=24,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=3,
+        decoder_attention_heads=3,
+        encoder_ffn_dim=20,
+        decoder_ffn_dim=20,
+        max_position_embeddings=16,
+        dropout=0.0,
+        decoder_start_token_id=1,
+        forced_eos_token_id=None,
+        init_std=0.3,
+        **TEXT,
+    )
+    return transformers.BartForConditionalGeneration(config)
+
+
+def clip() -> Any:
+    config = transformers.CLIPConfig(
+        text_config={**SMALL, **TEXT, "max_position_embeddings": 16, "eos_token_id": 7},
+        vision_config={**SMALL, "image_size": 8, "patch_size": 4},
+        projection_dim=10,
+    )
+    return transformers.CLIPModel(config)
+
+
 FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
     "bert": (bert, "AutoModelForMaskedLM"),
     "vit": (vit, "AutoModelForImageClassification"),
@@ -80,17 +108,17 @@ FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def called(model: Any) -> dict[str, Tensor]:
-    if model.config.model_type == "vit":
-        return {"pixel_values": torch.arange(2 * 3 * 64.0).reshape(2, 3, 8, 8).sin()}
-    return {
-        "input_ids": TOKENS,
-        **({"decoder_input_ids": TOKENS[:, :5]} if model.config.model_type == "t5" else {}),
-    }
+    kind, image = model.config.model_type, torch.arange(2 * 3 * 64.0).reshape(2, 3, 8, 8).sin()
+    if kind == "vit":
+        return {"pixel_values": image}
+    more = {"pixel_values": image} if kind == "clip" else {"decoder_input_ids": TOKENS[:, :5]}
+    return {"input_ids": TOKENS, **(more if kind in ("clip", "t5", "bart") else {})}
 
 
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
-        out: Tensor = model.eval()(**called(model)).logits
+        found = model.eval()(**called(model))
+        out: Tensor = found.logits_per_image if model.config.model_type == "clip" else found.logits
     return out
 
 
@@ -399,6 +427,168 @@ def test_generation(tmp_path: Path) -> None:
 # ---- what is refused ---------------------------------------------------------------------------------------
 
 
+# ---- parts, wholes and twins -------------------------------------------------------------------------------
+
+
+PARTS: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "bert": (bert, "BertForMaskedLM", "bert.encoder"),
+    "gpt2": (gpt2, "GPT2LMHeadModel", "transformer"),
+    "bart": (bart, "BartForConditionalGeneration", "model.encoder"),
+    "bart decoder": (bart, "BartForConditionalGeneration", "model.decoder"),
+    "clip": (clip, "CLIPModel", "vision_model"),
+    "t5": (t5, "T5ForConditionalGeneration", "encoder"),
+    "layer": (bert, "BertForMaskedLM", "bert.encoder.layer.1"),
+}
+
+
+def decouple(model: Any) -> Any:
+    qk.surgery.decouple_(model)
+    with torch.no_grad():
+        for value in scores(model).values():
+            value.normal_()
+    return model
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "decouple": decouple,
+    "exclusive": lambda model: qk.surgery.set_attention_(model, "exclusive"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_that_was_changed_is_found_in_the_whole(
+    name: str, change: str, tmp_path: Path, said: list[str]
+) -> None:
+    make, kind, path = PARTS[name]
+    torch.manual_seed(0)
+    model = make().eval()
+    stock = logits(model)
+    CHANGES[change](model.get_submodule(path))
+    out = logits(model)
+    assert not torch.allclose(out, stock, atol=1e-4)
+    model.save_pretrained(tmp_path)
+    said.clear()
+    loaded = qk.surgery.from_pretrained(getattr(transformers, kind), tmp_path)
+    assert torch.equal(logits(loaded), out)
+    assert list(loaded.state_dict()) == list(model.state_dict())
+    assert said == []
+    loaded.save_pretrained(tmp_path / "again")
+    again = qk.surgery.from_pretrained(getattr(transformers, kind), tmp_path / "again")
+    assert torch.equal(logits(again), out)
+
+
+@pytest.mark.parametrize("of", ["BartEncoder", None])
+def test_a_record_of_a_part_is_brought_to_the_whole_that_has_it(of: str | None, tmp_path: Path) -> None:
+    model = bart()
+    decouple(model.model.encoder)
+    model.save_pretrained(tmp_path)
+
+    def write(config: Any) -> None:
+        change = config["qkform"]["changes"][0]
+        assert change["of"] == "BartForConditionalGeneration"
+        change["sites"] = [site.removeprefix("model.encoder.") for site in change["sites"]]
+        change["of"] = of
+
+    edit(tmp_path, write)
+    if of is None:
+        with pytest.raises(
+            SurgeryError, match=r"model\.decoder, model\.encoder are such parts; write the path"
+        ):
+            qk.surgery.from_pretrained(transformers.BartForConditionalGeneration, tmp_path)
+        return
+    loaded = qk.surgery.from_pretrained(transformers.BartForConditionalGeneration, tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_part_of_a_changed_model_is_saved_and_loaded_by_itself(change: str, tmp_path: Path) -> None:
+    model = clip()
+    CHANGES[change](model)
+    model.save_pretrained(tmp_path / "whole")
+    model.vision_model.save_pretrained(tmp_path / "part")
+    image = called(model)["pixel_values"]
+    with torch.no_grad():
+        out = model.eval().vision_model(image).last_hidden_state
+        for folder in ("whole", "part"):
+            part = qk.surgery.from_pretrained(transformers.CLIPVisionModel, tmp_path / folder)
+            assert torch.equal(part(image).last_hidden_state, out)
+            assert len(record.changes(part)) == 1
+    whole = qk.surgery.from_pretrained(transformers.CLIPModel, tmp_path / "whole")
+    assert torch.equal(logits(whole), logits(model))
+    assert [len(record.changes(m)) for m in (whole, whole.vision_model, whole.text_model)] == [1, 1, 1]
+
+
+class Net(nn.Module):
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, nn.Linear(31, 2)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method`:DeprecationWarning"
+)  # on import of torch's compiler
+@pytest.mark.parametrize("wrap", [Net, nn.DataParallel, torch.compile], ids=lambda wrap: wrap.__name__)
+def test_a_model_in_a_module_of_ones_own_has_the_record_in_its_config(
+    change: str, wrap: Any, tmp_path: Path
+) -> None:
+    model = bert().eval()
+    outer = wrap(model)
+    if wrap is nn.DataParallel and change == "decouple":
+        with pytest.raises(
+            SurgeryError, match=r"wrapped by DataParallel.*decouple_.*before the model is wrapped"
+        ):
+            CHANGES[change](outer)
+        assert record.changes(model) == []
+        return
+    assert CHANGES[change](outer) is outer
+    model.save_pretrained(tmp_path)
+    loaded = qk.surgery.from_pretrained(transformers.BertForMaskedLM, tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    assert record.changes(loaded)[0]["sites"] == [f"bert.encoder.layer.{i}.attention.self" for i in (0, 1)]
+
+
+def test_undoing_a_part_leaves_the_record_of_the_rest(tmp_path: Path) -> None:
+    model = bert().eval()
+    decouple(model)
+    qk.surgery.recouple_(model.bert.encoder.layer[0])
+    (change,) = record.changes(model)
+    assert change["sites"] == ["bert.encoder.layer.1.attention.self"]
+    assert change["normalised"] == [False]
+    model.save_pretrained(tmp_path)
+    loaded = qk.surgery.from_pretrained(transformers.BertForMaskedLM, tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    qk.surgery.recouple_(model)
+    assert record.changes(model) == []
+    layer = bert().bert.encoder.layer[0]
+    both = nn.ModuleList([decouple(layer)])
+    qk.surgery.recouple_(both)
+    assert not hasattr(layer, "qkform")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
+def test_models_made_from_one_config_change_one_by_one(change: str, part: bool, tmp_path: Path) -> None:
+    one = bert(attn_implementation="eager").eval()
+    config = one.config
+    other, text = transformers.BertForMaskedLM(config).eval(), config.to_json_string()
+    before = logits(other)
+    CHANGES[change](one.bert if part else one)
+    assert other.config is config
+    assert config.to_json_string() == text
+    assert config._attn_implementation == "eager"
+    assert torch.equal(logits(other), before)
+    configs = {id(m.config) for m in one.modules() if hasattr(m, "config")}
+    assert configs == {id(one.config)}
+    assert len(record.changes(one)) == 1
+    CHANGES[change](other)
+    assert not torch.allclose(logits(other), before, atol=1e-4)
+    one.save_pretrained(tmp_path)
+    loaded = qk.surgery.from_pretrained(transformers.BertForMaskedLM, tmp_path)
+    assert torch.equal(logits(loaded), logits(one))
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     decoupled(bert).save_pretrained(tmp_path)
@@ -412,6 +602,43 @@ def load(folder: Path, **options: Any) -> Any:
 def test_a_newer_record(folder: Path) -> None:
     edit(folder, lambda config: config["qkform"].update(version=2))
     with pytest.raises(SurgeryError, match=rf"^{folder}: .*version 2; this qkform knows 1: upgrade"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [{"version": 2, "changes": []}, {"version": True, "changes": []}, {"version": 1, "changes": ["x"]}],
+    ids=str,
+)
+def test_a_record_that_cannot_be_added_to_is_read_before_anything_is_changed(found: Any) -> None:
+    model = bert().eval()
+    before = logits(model)
+    model.config.qkform = found
+    for change in (*CHANGES.values(), collapse_):
+        with pytest.raises(SurgeryError, match="record of surgery has"):
+            change(model)
+        assert torch.equal(logits(model), before)
+        assert list(model.state_dict()) == list(bert().state_dict())
+
+
+MALFORMED: list[Any] = [
+    "x",
+    1,
+    None,
+    {"sites": []},
+    {"change": []},
+    {"change": "decouple", "sites": "x"},
+    {"change": "decouple", "sites": [1]},
+    {"change": "set_attention", "kind": ["x"], "sites": ["a"]},
+    {"change": "decouple", "sites": [], "normalised": 3},
+    {"change": "decouple", "model": "x"},
+]
+
+
+@pytest.mark.parametrize("change", MALFORMED, ids=str)
+def test_a_malformed_change(folder: Path, change: Any) -> None:
+    edit(folder, lambda config: config["qkform"].update(changes=[change]))
+    with pytest.raises(SurgeryError, match="record of surgery"):
         load(folder)
 
 
@@ -463,6 +690,23 @@ def test_a_self_score_without_a_record(folder: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"layer\.0\.attention\.self\.self_score\.v.* records no attention"
     ):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["self_score.v", "bert.encoder.layer.7.attention.self.self_score.v"])
+def test_a_self_score_of_no_attention(folder: Path, name: str) -> None:
+    rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(3, 24)}))
+    with pytest.raises(
+        CheckpointError, match=rf"the files have {name}, and config.qkform records no attention"
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 100, 5000])
+def test_a_damaged_file(folder: Path, kept: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=rf"^{file}: cannot be read as safetensors"):
         load(folder)
 
 

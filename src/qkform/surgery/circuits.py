@@ -119,12 +119,12 @@ def values(site: Site) -> list[str]:
         above, _, last = path.rpartition(".")
         inside = path.removeprefix(f"{site.path}.").count(".")  # key.linear: the word stands one higher
         for _ in range(inside + 1):
-            called = _called(last)
+            called = value_name(last)
             if called is not None and f"{above}.{called}".removeprefix(".") in known:
                 return [f"{above}.{called}".removeprefix(".")]
             above, _, last = above.rpartition(".")
         return []
-    called = _called(attribute)
+    called = value_name(attribute)
     return [f"{path}.{called}".removeprefix(".")] if f"{path}.{called}".removeprefix(".") in known else []
 
 
@@ -133,7 +133,7 @@ def value_biases(site: Site) -> list[str]:
     dot = f"{site.path}." if site.path else ""
     biases = [site.shares[side].name for side in ("b_q", "b_k") if side in site.shares]
     own = {name.removeprefix(dot) for name in biases if name.rpartition(".")[0] == site.path}
-    called = {_called(re.sub(r"(?<![A-Za-z])([qQ])(?![A-Za-z])", _as_key, name)) for name in own}
+    called = {value_name(re.sub(r"(?<![A-Za-z])([qQ])(?![A-Za-z])", _as_key, name)) for name in own}
     return [f"{dot}{name}" for name in called if name and f"{dot}{name}" in _paths(site)]
 
 
@@ -189,7 +189,7 @@ def _paths(site: Site) -> set[str]:
     return {*site.live.tree.modules, *site.live.parameters}
 
 
-def _called(key: str) -> str | None:
+def value_name(key: str) -> str | None:
     """What the value projection is called where the key projection has this name; None for other names."""
     for pattern, value in (
         (r"key", "value"),

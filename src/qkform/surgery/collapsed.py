@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from qkform.errors import SurgeryError
+from qkform.errors import AttentionError, SurgeryError
 
 Kind = Literal["collapsed", "factorized"]
 STOCK = "_collapsed_from"  # attribute of an attention that was collapsed: what it was
@@ -72,6 +72,12 @@ class CircuitAttention(nn.Module):  # type: ignore[misc]
         for name, kind in (("qk", qk), ("ov", ov)):
             if kind not in ("collapsed", "factorized"):
                 raise SurgeryError(f"{name} is {kind!r}; expected 'collapsed' or 'factorized'")
+        sizes = {"d_model": d_model, "n_heads": n_heads, "d_head": d_head, "d_key": d_key, "d_value": d_value}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise SurgeryError(f"{name} is {size}; expected a number from 1")
+        if not 0.0 <= dropout <= 1.0:
+            raise SurgeryError(f"dropout is {dropout}; expected a probability")
         if d_head is None and d_model % n_heads:
             raise SurgeryError(f"d_model {d_model} is not a multiple of {n_heads} heads; give d_head")
         self.d_model, self.n_heads, self.d_head = d_model, n_heads, d_head or d_model // n_heads
@@ -202,9 +208,13 @@ class CircuitAttention(nn.Module):  # type: ignore[misc]
         is_causal: bool,
     ) -> torch.Tensor | None:
         """What is added to the scores, broadcastable to (batch, n_heads, queries, keys); None for nothing."""
-        n, m = x.shape[1], y.shape[1]
+        batch, n, m, h = len(x), x.shape[1], y.shape[1], self.n_heads
         added = []
+        if padding is not None:
+            _refuse_mask("key_padding_mask", padding, [(batch, m), (m,)] if batch == 1 else [(batch, m)])
         if mask is not None:
+            per_head = [(b, each, n, m) for b in (1, batch) for each in (1, h)]
+            _refuse_mask("attn_mask", mask, [(n, m), (batch * h, n, m), *per_head])
             mask = mask.view(-1, self.n_heads, n, m) if mask.ndim == 3 else mask
             added.append(_additive(mask, x.dtype))
         if padding is not None:
@@ -216,6 +226,16 @@ class CircuitAttention(nn.Module):  # type: ignore[misc]
 
     def extra_repr(self) -> str:
         return f"{self.d_model}, {self.n_heads}, qk={self.qk!r}, ov={self.ov!r}, d_head={self.d_head}"
+
+
+def _refuse_mask(name: str, mask: torch.Tensor, shapes: list[tuple[int, ...]]) -> None:
+    """AttentionError for a mask that is neither bool nor added, or has none of the shapes."""
+    if tuple(mask.shape) not in shapes:
+        raise AttentionError(
+            f"{name} has shape {tuple(mask.shape)}; expected {' or '.join(map(str, dict.fromkeys(shapes)))}"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise AttentionError(f"{name} holds {mask.dtype}; expected bool or a floating type")
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -16,6 +16,8 @@ from qkform import sites
 from qkform.errors import ConfigError, LayoutError, SurgeryError
 from qkform.sites import Site
 from qkform.surgery import record
+from qkform.surgery.circuits import has_collapsed
+from qkform.surgery.root import changeable
 from qkform.surgery.self_score import SelfScore
 
 CHANGE = "decouple"
@@ -45,7 +47,8 @@ def decouple_(
     seed    of the noise: every attention draws from a generator of its own, made of (seed, its number)
 
     The change is recorded in `model.config.qkform` (see `record`). SurgeryError, with the model as it was: no attention
-    was found, none that is self-attention, decoupled before, or an attention that cannot be changed.
+    was found, none that is self-attention, decoupled before, wrapped for data-parallel training, or an attention that
+    cannot be changed. A config that the model shares with another is copied first: the other model keeps its own.
     UserWarning where the model has attention dropout, or a learned bias of position (T5): in training those calls take
     the reference, which keeps N x N weights. Where it has attentions whose weights no single parameter holds: those
     stay as they are. And for a fit to fewer than 4 d_model tokens, which says little about others: 16 d_model do.
@@ -59,16 +62,20 @@ def decouple_(
         raise SurgeryError(f"seed is {seed!r:.60}; expected a whole number from 0")
     if batch is not None and init != "fit":
         raise SurgeryError(f'batch is for init="fit", and init is {init!r}')
-    _refuse_changed(model)
-    found = self_sites(model)
+    root = changeable(model, "decouple_")
+    _refuse_changed(root)
+    found = self_sites(root)
+    for site in found:
+        kind_of(site).check(site)
+    record.prepare(root)
     scores = _attach(found)
     try:
-        facts = _start(model, found, scores, init, batch, seed)
+        facts = _start(root, found, scores, init, batch, seed)
     except BaseException:
         _detach(found)
         raise
     record.note(
-        model,
+        root,
         CHANGE,
         init=init,
         seed=seed,
@@ -78,19 +85,18 @@ def decouple_(
     )
     _warn_of_few(found, facts.get("tokens", ()))
     warn_of_reference(found)
-    _warn_of_others(model, found)
+    _warn_of_others(root, found)
     return model
 
 
 def recouple_(model: Any) -> Any:
     """Undo `decouple_`: the self scores are the standard ones again, and `v` is gone; the model is returned."""
-    change = record.done(model, CHANGE)
-    found = [site for site in sites.find(model) if _is_decoupled(site)]
+    root = changeable(model, "recouple_")
+    found = [site for site in sites.find(root) if _is_decoupled(site)]
     if not found:
         raise SurgeryError("the model is not decoupled: none of its attentions has a self_score")
     _detach(found)
-    if change is not None:
-        record.forget(model, CHANGE)
+    record.forget(root, CHANGE)
     return model
 
 
@@ -108,12 +114,21 @@ def restore(model: Any, change: Mapping[str, Any]) -> None:
             f"the model has self-attention at {', '.join(at)}"
         )
     normalised = change.get("normalised") or [None] * len(wanted)
+    if len(normalised) != len(wanted):
+        raise SurgeryError(
+            f"the record of surgery says of {len(normalised)} attentions whether they are normalised, and names "
+            f"{len(wanted)}"
+        )
     _attach([at[path] for path in wanted], normalised)
 
 
 def self_sites(model: Any) -> list[Site]:
     """The self-attentions of a model. SurgeryError where there are none."""
     name = type(model).__name__
+    if has_collapsed(model):
+        raise SurgeryError(
+            f"the attentions of {name} are collapsed, and have no queries and keys of their own; factorize_ it first"
+        )
     remedy = "give a transformers model, or a module that holds nn.MultiheadAttention"
     try:
         found = sites.find(model)

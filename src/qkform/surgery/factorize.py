@@ -16,9 +16,12 @@ from torch import nn
 
 from qkform.errors import QKFormError, SurgeryError
 from qkform.sites import Site, find
-from qkform.sites.parameters import unwrapped
 from qkform.surgery.collapsed import STOCK, CircuitAttention, converted, refuse_loss
-from qkform.surgery.record import forget, note
+from qkform.surgery.mha import leave_nested, nest_again
+from qkform.surgery.record import forget, note, prepare
+from qkform.surgery.root import changeable
+from qkform.surgery.split import is_split
+from qkform.surgery.switched import switched
 from qkform.surgery.widened import narrow, plan, put, widen
 
 CHANGE = "collapse"  # its name in the record
@@ -42,9 +45,11 @@ def collapse_(model: nn.Module, *, ov: bool = True, max_parameters: int = MAX_PA
     Raises SurgeryError with the module and the reason: rotary embedding turns the factors between W_Q and W_K, a norm
     on queries is no linear map, grouped keys, extra key tokens, too many parameters. Nothing is changed then.
     """
-    root = _collapsed(model, ov, max_parameters)
-    note(root, CHANGE, ov=ov)
-    return model if root is unwrapped(model) else root
+    root = changeable(model, "collapse_")
+    prepare(root)
+    new = _collapsed(root, ov, max_parameters)
+    note(new, CHANGE, ov=ov)
+    return model if new is root else new
 
 
 def restore(model: nn.Module, change: Mapping[str, Any]) -> None:
@@ -53,7 +58,8 @@ def restore(model: nn.Module, change: Mapping[str, Any]) -> None:
 
 
 def _collapsed(model: nn.Module, ov: bool, max_parameters: int | None) -> nn.Module:
-    root = unwrapped(model)
+    root = model
+    _refuse_changed(root)
     own = [
         (path, m)
         for path, m in root.named_modules(remove_duplicate=False)
@@ -82,7 +88,7 @@ def _collapsed(model: nn.Module, ov: bool, max_parameters: int | None) -> nn.Mod
             setattr(made[id(module)], STOCK, getattr(whole, STOCK, None))
         root = put(root, path, made[id(module)])
     for encoder in (m for m in root.modules() if isinstance(m, nn.TransformerEncoder)):
-        encoder.use_nested_tensor = False  # it looks into in_proj_weight otherwise
+        leave_nested(encoder)  # it looks into in_proj_weight otherwise
     for site, places in plans:
         widen(root, site, places)
     return root
@@ -105,7 +111,8 @@ def factorize_(model: nn.Module, rank: int | None = None, *, truncate: bool = Fa
     Raises SurgeryError where nothing is collapsed, and where a matrix has a higher rank and truncate is not set: a
     matrix that was trained freely has full rank. Nothing is changed then.
     """
-    root = unwrapped(model)
+    root = changeable(model, "factorize_")
+    before = root
     own = [
         (path, m)
         for path, m in root.named_modules(remove_duplicate=False)
@@ -144,8 +151,10 @@ def factorize_(model: nn.Module, rank: int | None = None, *, truncate: bool = Fa
         for name, value in stock["sizes"].items():
             setattr(module, name, value)
         delattr(module, STOCK)
+    for encoder in (m for m in root.modules() if isinstance(m, nn.TransformerEncoder)):
+        nest_again(encoder)
     forget(root, CHANGE)
-    return model if root is unwrapped(model) else root
+    return model if root is before else root
 
 
 # ---- nn.MultiheadAttention -----------------------------------------------------------------------------------
@@ -216,6 +225,29 @@ def _sites(root: nn.Module, own: set[str]) -> list[Site]:
     except QKFormError:
         return []
     return [s for s in found if s.layer.attention == "self" and s.path not in own and not _is_own(s.module)]
+
+
+def _refuse_changed(root: nn.Module) -> None:
+    """SurgeryError for an attention with another score, or with a forward or weights of another making."""
+    for path, module in root.named_modules():
+        kind = switched(module)
+        if kind is not None:
+            undo = "recouple_" if kind == "decoupled" else 'set_attention_ to "standard"'
+            raise SurgeryError(
+                f"{path or 'the attention'} is {kind}: its score, or what it adds up, is no product of two circuits; "
+                f"undo that first ({undo})"
+            )
+        if not isinstance(module, nn.MultiheadAttention):
+            continue
+        if is_split(module):
+            raise SurgeryError(
+                f"{path or 'the attention'}: its fused weight is split; unsplit_ the model first"
+            )
+        if type(module) is not nn.MultiheadAttention or "forward" in vars(module):
+            raise SurgeryError(
+                f"{path or 'the attention'} is a {type(module).__name__} with a forward of its own, which a collapsed "
+                "one would replace; put an nn.MultiheadAttention there"
+            )
 
 
 def _is_own(module: Any) -> bool:

@@ -61,7 +61,8 @@ def param_groups(
                           with the decay in the gradient, which it normalises
 
     Raises SurgeryError where the model has no attention, where Q and K of one cannot have a rate of their own (products
-    of matrices, tied or sharded or adapted fused weights), and for ratios that are not positive.
+    of matrices, tied or sharded or adapted fused weights), for ratios that are not positive, and for a negative rate or
+    decay.
 
     >>> groups = param_groups(model, lr=3e-4, qk_lr_ratio=4.0, weight_decay=0.01)       # doctest: +SKIP
     >>> optimizer = torch.optim.AdamW(groups)                                           # doctest: +SKIP
@@ -73,6 +74,9 @@ def param_groups(
                 f"{circuit}_lr_ratio is {ratio}; expected a positive number. For parameters that do not learn set "
                 "requires_grad to False: they are in no group"
             )
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if not (math.isfinite(value) and value >= 0):
+            raise SurgeryError(f"{name} is {value}; expected a number from 0")
     root = unwrapped(model)
     sites = _sites(model, needed=not has_collapsed(root))
     if qk_lr_ratio != 1.0:

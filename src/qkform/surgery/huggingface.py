@@ -18,6 +18,7 @@ from qkform.errors import SurgeryError
 from qkform.sites import Site
 from qkform.surgery import interface
 from qkform.surgery.interface import NAME, SWITCH, Call, Switch
+from qkform.surgery.owners import owners
 from qkform.surgery.self_score import SelfScore, this_thread
 
 _WORDS = {"exclusive": "of exclusive attention", "no-diagonal": "of no-diagonal attention"}
@@ -55,7 +56,7 @@ def switch_on(site: Site, kind: str) -> None:
     """The module's attention is from now on of this kind, see `interface.attention`."""
     module = site.module
     interface.register()
-    # Modules share a config: all but its first remember NAME, and what the first remembers is given back first.
+    # Modules share a config: all but its first remember NAME. The last one that is switched off gives it back.
     setattr(module, SWITCH, Switch(kind, module.config._attn_implementation))
     # Not by the property, which would set that of the config's parts too.
     module.config._attn_implementation_internal = NAME
@@ -70,8 +71,22 @@ def switch_off(site: Site) -> None:
     delattr(module, SWITCH)
     _unhook(module._forward_pre_hooks, _begin, module._forward_pre_hooks_with_kwargs)
     _unhook(module._forward_hooks, _end, module._forward_hooks_always_called)
-    if module.config._attn_implementation == NAME:
-        module.config._attn_implementation_internal = switch.before
+    if module.config._attn_implementation == NAME and switch.before != NAME:
+        heir = _heir(site)
+        if heir is None:
+            module.config._attn_implementation_internal = switch.before
+        else:
+            heir.before = switch.before
+
+
+def _heir(site: Site) -> Any:
+    """The switch of another module that needs this one's config to stay as it is; None where there is none."""
+    config = site.module.config
+    for root in (site.live.root, *(owner.model for owner in owners(site.live.root))):
+        for module in root.modules():
+            if SWITCH in vars(module) and module.config is config:
+                return getattr(module, SWITCH)
+    return None
 
 
 def switched(module: Any) -> str | None:

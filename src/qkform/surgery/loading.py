@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from pathlib import Path
 from typing import Any
 
 from qkform.errors import CheckpointError, QKFormError, SurgeryError, prefixed
@@ -17,6 +19,9 @@ _HOME: dict[str, str | None] = {
     "set_attention": "qkform.surgery.set_attention",
     "symmetrize": None,
 }
+
+
+_SCORE = ".self_score.v"
 
 
 def from_pretrained(model_class: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -32,6 +37,8 @@ def from_pretrained(model_class: Any, source: Any, *args: Any, **kwargs: Any) ->
 
     >>> model = from_pretrained(AutoModelForMaskedLM, "folder")     # doctest: +SKIP
     """
+    from safetensors import SafetensorError
+
     told = kwargs.pop("output_loading_info", False)
     ignore = kwargs.pop("ignore_mismatched_sizes", False)
     restored = _Restored()
@@ -42,7 +49,22 @@ def from_pretrained(model_class: Any, source: Any, *args: Any, **kwargs: Any) ->
         restored.finish(model, report, ignore)
     except QKFormError as error:
         raise prefixed(error, str(source)) from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{_damaged(source)}: cannot be read as safetensors: {error}") from error
     return (model, report) if told else model
+
+
+def _damaged(source: Any) -> str:
+    """The file of a folder that is damaged; the source where that is not found out."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(Path(source).glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError:
+            return str(path)
+    return str(source)
 
 
 class _Restored:
@@ -51,6 +73,7 @@ class _Restored:
     def __init__(self) -> None:
         # Names of the parameters that restoring gave, per model that was built: the last one is the outermost.
         self.added: list[set[str]] = []
+        self.promised: set[str] = set()  # sites of the record in the files
         self.classes: dict[type, type] = {}  # class of a model -> the one that restores
 
     def kind(self, model_class: Any) -> Any:
@@ -73,6 +96,7 @@ class _Restored:
         def build(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
             model_class.__init__(model, config, *args, **kwargs)  # type: ignore[misc]
             before = {name for name, _ in model.named_parameters()}
+            self.promised = {site for change in record.changes(model) for site in change.get("sites", ())}
             restore(model)
             self.added.append({name for name, _ in model.named_parameters()} - before)
 
@@ -106,8 +130,18 @@ class _Restored:
             ]
             raise CheckpointError(f"shapes do not fit the config: {_some(said)}")
         has = {path for path, _ in model.named_modules()}
-        unread = (name for name in report["unexpected_keys"] if name.endswith(".self_score.v"))
-        strange = sorted(name for name in unread if name.removesuffix(".self_score.v") in has)
+        unread = {
+            f".{name}".removesuffix(_SCORE): name
+            for name in report["unexpected_keys"]
+            if f".{name}".endswith(_SCORE)
+        }
+        # What is promised and has no place belongs to a part that this class of model lacks.
+        strange = sorted(
+            name
+            for path, name in unread.items()
+            if path.removeprefix(".") in has
+            or not any(f".{site}".endswith(path) or path.endswith(f".{site}") for site in self.promised)
+        )
         if strange:
             raise CheckpointError(
                 f"the files have {_some(strange)}, and config.qkform records no attention that would use it; put the "
@@ -150,9 +184,25 @@ def restore(model: Any) -> None:
     """Build into a model of stock structure what its record of surgery describes; values come from elsewhere.
 
     The record is brought to this class of model: with another head, or none, its modules have other paths, and those
-    of a part that it does not have are gone.
+    of a part that it does not have are gone. Where a part was changed, and not the model, the paths start from there.
+    Parts with a config inside the model's, as a vision tower has, have their own records in it.
     """
-    changes = record.changes(model)
+    own = record.changes(model)
+    parts = [(part, record.changes(part)) for part in _parts(model)]
+    _restore(model, own)
+    known = {(change["change"], site) for change in record.changes(model) for site in change.get("sites", ())}
+    for path, part, changes in ((path, part, changes) for (path, part), changes in parts):
+        _restore(
+            part,
+            [
+                c
+                for c in changes
+                if not any((c["change"], f"{path}.{s}") in known for s in c.get("sites", ()))
+            ],
+        )
+
+
+def _restore(model: Any, changes: list[dict[str, Any]]) -> None:
     for change in changes:
         name = change.get("change")
         if name not in _HOME:
@@ -164,7 +214,7 @@ def restore(model: Any) -> None:
     for change in changes:
         record.forget(model, change["change"])
     for change in changes:
-        record.note(model, **change)
+        record.note(model, change["change"], **{k: v for k, v in change.items() if k != "change"})
         home = _HOME[change["change"]]
         if home is not None:
             importlib.import_module(home).restore(model, change)
@@ -176,18 +226,46 @@ def _moved(model: Any, change: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(sites, list):
         return change
     has = {path for path, _ in model.named_modules()}
-    prefix = f"{model.base_model_prefix}."
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
     places = [
         next((path for path in (site, f"{prefix}{site}", site.removeprefix(prefix)) if path in has), None)
         for site in map(str, sites)
     ]
-    kept = [i for i, place in enumerate(places) if place is not None]
-    if not kept:
-        return change
-    along = {
-        k: [v[i] for i in kept] for k, v in change.items() if isinstance(v, list) and len(v) == len(sites)
-    }
-    return {**change, **along, "sites": [places[i] for i in kept]}
+    if not any(place is not None for place in places):
+        part = _part(model, change, has)
+        return change if part is None else {**change, "sites": [f"{part}.{site}" for site in sites]}
+    return record.along({**change, "sites": places}, [place is not None for place in places])
+
+
+def _part(model: Any, change: Mapping[str, Any], has: AbstractSet[str]) -> str | None:
+    """The path of the part that was changed: the one module that has all the sites, of the class that it had."""
+    first = f".{change['sites'][0]}" if change["sites"] else None
+    above = [path.removesuffix(first) for path in has if path.endswith(first)] if first else []
+    fitting = [part for part in above if all(f"{part}.{site}" in has for site in change["sites"])]
+    of = [part for part in fitting if type(model.get_submodule(part)).__name__ == change.get("of")]
+    found = of if len(fitting) > 1 and of else fitting
+    if len(found) > 1:
+        raise SurgeryError(
+            f"the record of surgery is of a part of the model, {change.get('of', 'of unknown class')} with "
+            f"{change['sites'][0]}, and {', '.join(sorted(found))} are such parts; write the path of the one that was "
+            "changed in front of the sites of config.qkform"
+        )
+    return found[0] if found else None
+
+
+def _parts(model: Any) -> list[tuple[str, Any]]:
+    """By path the outermost modules with configs that stand inside the model's own and have a record."""
+    inner, wanted = [getattr(model, "config", None)], set()
+    for config in inner:
+        found = [value for value in vars(config).values() if hasattr(value, "to_dict")] if config else []
+        inner += found
+        wanted |= {id(value) for value in found if getattr(value, "qkform", None) is not None}
+    outermost: dict[int, tuple[str, Any]] = {}
+    for path, module in model.named_modules():
+        config = getattr(module, "config", None)
+        if id(config) in wanted and config is not getattr(model, "config", None):
+            outermost.setdefault(id(config), (path, module))
+    return list(outermost.values())
 
 
 def _some(things: list[str], most: int = 3) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 
 from qkform.errors import SurgeryError
 from qkform.sites import Site
+from qkform.surgery.collapsed import CircuitAttention
 from qkform.surgery.multihead import ChangedMultiheadAttention, Kind
 
 # On an nn.TransformerEncoder: it made nested tensors of padded input before a layer of it was changed.
@@ -78,9 +79,7 @@ def switch_on(site: Site, kind: Kind) -> None:
     module.kind = kind
     module.site_path = site.path
     for encoder in _encoders_around(site):
-        if getattr(encoder, "use_nested_tensor", False):
-            encoder.use_nested_tensor = False
-            setattr(encoder, _NESTED, True)
+        leave_nested(encoder)
 
 
 def switch_off(site: Site) -> None:
@@ -100,10 +99,24 @@ def switch_off(site: Site) -> None:
     del module.site_path
     module.__class__ = nn.MultiheadAttention
     for encoder in _encoders_around(site):
-        changed = any(isinstance(m, ChangedMultiheadAttention) for m in encoder.layers.modules())
-        if not changed and getattr(encoder, _NESTED, False):
-            delattr(encoder, _NESTED)
-            encoder.use_nested_tensor = True
+        nest_again(encoder)
+
+
+def leave_nested(encoder: Any) -> None:
+    """Tell an nn.TransformerEncoder to make no nested tensors: a layer of it is, or will be, changed."""
+    if getattr(encoder, "use_nested_tensor", False):
+        encoder.use_nested_tensor = False
+        setattr(encoder, _NESTED, True)
+
+
+def nest_again(encoder: Any) -> None:
+    """Undo `leave_nested`, where no layer is changed any more."""
+    changed = any(
+        isinstance(m, ChangedMultiheadAttention | CircuitAttention) for m in encoder.layers.modules()
+    )
+    if not changed and getattr(encoder, _NESTED, False):
+        delattr(encoder, _NESTED)
+        encoder.use_nested_tensor = True
 
 
 def switched(module: Any) -> str | None:

@@ -30,7 +30,7 @@ class ChangedMultiheadAttention(nn.MultiheadAttention):  # type: ignore[misc]
     kind: Kind
     self_score: nn.Module  # where the kind is "decoupled"
     site_path: str  # where it was in the model that was changed, for messages
-    observe: Observer | None = None  # is shown every call
+    observe: Observer | None = None  # is shown every call, which is then one of standard attention
 
     # The fused inference paths of nn.TransformerEncoderLayer and, when it is built, nn.TransformerEncoder read the
     # weights and never call the module. They keep away where the projections are not one weight: so this says, always.
@@ -93,6 +93,8 @@ class ChangedMultiheadAttention(nn.MultiheadAttention):  # type: ignore[misc]
         if self.observe is not None:
             mask, n = given["attn_mask"], q.shape[2]
             self.observe(q, k[:, :, :n], None if mask is None else mask.expand(*mask.shape[:2], n, -1), None)
+            # Standard attention goes on to the next layer: what is observed there is the model as it was.
+            score = (q * k[:, :, :n]).sum(-1)
         if not need_weights:
             return decoupled_attention(q, k, v, score, query_start=0, **given), None
         dropout = given.pop("dropout_p")

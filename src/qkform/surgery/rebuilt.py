@@ -26,6 +26,7 @@ import numpy as np
 
 from qkform.errors import SurgeryError
 from qkform.sites import Site
+from qkform.surgery.circuits import value_name
 
 if TYPE_CHECKING:
     import torch
@@ -169,17 +170,13 @@ def _slice(site: Site, key: Any, query: Any) -> Slice | None:
     return Slice(parameters[name], None, share.dim)
 
 
-_VALUE = {"key": "value", "k": "v", "K": "V", "wk": "wv"}
-
-
 def _named_value(name: str) -> str | None:
     """The name of the values beside that of the keys: "self.key.weight" -> "self.value.weight"; None for no key."""
     parts = name.split(".")
     for i in range(len(parts) - 1, max(len(parts) - 3, -1), -1):
-        words = parts[i].split("_")
-        swapped = [_VALUE.get(word, word) for word in words]
-        if swapped != words:
-            return ".".join([*parts[:i], "_".join(swapped), *parts[i + 1 :]])
+        called = value_name(parts[i])
+        if called is not None:
+            return ".".join([*parts[:i], called, *parts[i + 1 :]])
     return None
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from qkform import sites
 from qkform.errors import SurgeryError
 from qkform.sites import Site
+from qkform.sites.parameters import unwrapped
 from qkform.surgery import record
 from qkform.surgery.decouple import kind_of, self_sites, warn_of_reference
 
@@ -31,7 +32,8 @@ def set_attention_(model: Any, kind: Kind) -> Any:
     """
     if kind not in get_args(Kind):
         raise SurgeryError(f"{kind!r} is no kind of attention; known: {', '.join(get_args(Kind))}")
-    found = self_sites(model)
+    root = unwrapped(model)
+    found = self_sites(root)
     decoupled = [site.path for site in found if _now(site) == "decoupled"]
     if decoupled:
         raise SurgeryError(
@@ -41,14 +43,15 @@ def set_attention_(model: Any, kind: Kind) -> Any:
     for site, old in before.items():
         if old is None:
             kind_of(site).check(site)
+    record.prepare(root)
     for site, old in before.items():
         if old is not None:
             kind_of(site).switch_off(site)
         if kind != "standard":
             kind_of(site).switch_on(site, kind)
-    record.forget(model, CHANGE)
+    record.forget(root, CHANGE)
     if kind != "standard":
-        record.note(model, CHANGE, kind=kind, sites=[site.path for site in found])
+        record.note(root, CHANGE, kind=kind, sites=[site.path for site in found])
     if kind == "no-diagonal":  # exclusive attention starts from the standard output
         warn_of_reference(found)
     return model

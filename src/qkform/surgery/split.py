@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from qkform.errors import SurgeryError
+from qkform.surgery.root import keeper
 
 _ORDER = "_split_order"  # attribute of a split module: the names of its parameters as they stood before
-_WRAPPED = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 
 class Parts(nn.Module):  # type: ignore[misc]
@@ -113,7 +113,7 @@ def split_(model: nn.Module, module: nn.Module, name: str, chosen: NDArray[np.bo
             f"{name!r} of a {type(module).__name__} is no plain parameter and cannot be split; take its "
             "parametrization away first (torch.nn.utils.parametrize.remove_parametrizations)"
         )
-    if hasattr(parameter, "full_tensor") or any(type(m).__name__ in _WRAPPED for m in model.modules()):
+    if keeper(model) is not None:
         raise SurgeryError(
             f"{name!r} of a {type(module).__name__} is in a model that is sharded or wrapped for data-parallel "
             "training; call param_groups before it is wrapped"
@@ -126,7 +126,7 @@ def split_(model: nn.Module, module: nn.Module, name: str, chosen: NDArray[np.bo
         )
     halves = Parts(parameter, chosen, dim)
     if is_split(module):
-        base, names = type(module).__mro__[1], (*module.parametrizations, name)
+        base, names = type(module).split_base, (*module.parametrizations, name)
     else:
         base, names = type(module), (name,)
         setattr(module, _ORDER, tuple(module._parameters))
@@ -153,7 +153,7 @@ def unsplit_(model: nn.Module) -> nn.Module:
         order = getattr(module, _ORDER)
         del module.parametrizations
         delattr(module, _ORDER)
-        module.__class__ = type(module).__mro__[1]
+        module.__class__ = type(module).split_base
         for name, parameter in whole.items():
             module.register_parameter(name, parameter)
         ours = module._parameters
@@ -189,6 +189,7 @@ def _split_class(base: Any, names: tuple[str, ...]) -> Any:
 
     class Split(base):  # type: ignore[misc]
         split_names = names
+        split_base = base  # named, since others put classes of their own before ours (FSDP2's fully_shard)
 
         def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
             super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -16,6 +16,7 @@ from qkform.sites import Site
 from qkform.sites.parameters import is_module, unwrapped
 from qkform.surgery import record
 from qkform.surgery.arms import ARMS
+from qkform.surgery.circuits import has_collapsed
 from qkform.surgery.rebuilt import REBUILT
 from qkform.surgery.symmetric_start import Plan, Start, planned
 
@@ -99,6 +100,11 @@ def _check_order(model: Any) -> None:
         raise SurgeryError(
             "the model is decoupled already, and its self scores were set from the old weights; "
             "symmetrize first: recouple_(model), symmetrize_(model), then decouple_(model)"
+        )
+    if has_collapsed(model):
+        raise SurgeryError(
+            "the model's attentions are collapsed, or CircuitAttention, and have no W_Q and W_K of a stock one; "
+            "factorize_(model) first, or symmetrize it before collapse_"
         )
     before = record.done(model, "symmetrize")
     if before is not None:
