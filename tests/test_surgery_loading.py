@@ -145,9 +145,12 @@ def said() -> Iterator[list[str]]:
             lines.append(entry.getMessage())
 
     logger, handler = logging.getLogger("transformers"), Keep(logging.WARNING)
+    before = logger.level
+    logger.setLevel(logging.WARNING)  # other tests silence it
     logger.addHandler(handler)
     yield lines
     logger.removeHandler(handler)
+    logger.setLevel(before)
 
 
 def same(one: Any, other: Any) -> None:
