@@ -131,3 +131,12 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def transform_of(*tensors: Tensor) -> str | None:
+    """Which derivative but the usual one is being taken of a call with these tensors; None: no other."""
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func is active"
+    if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        return "an argument carries a forward-mode tangent"
+    return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qkform.attention import reference
-from qkform.attention.checks import autocast, check
+from qkform.attention.checks import autocast, check, transform_of
 from qkform.attention.fused import KERNELS
 from qkform.attention.operator import Direct, attend, direct
 from qkform.attention.trial import disagreement
@@ -57,7 +57,9 @@ def decoupled_attention(
     query, key, value = autocast(query, key, value)
     check(query, key, value, self_score, attn_mask, dropout_p, enable_gqa, query_start, impl)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    reason = why_not_flash(query, key, value, self_score, attn_mask, dropout_p, scale)
+    reason = None
+    if impl != "reference":
+        reason = why_not_flash(query, key, value, self_score, attn_mask, dropout_p, scale)
     if impl == "flash" and reason is not None:
         raise AttentionError(f"impl='flash' cannot be used: {reason}; impl='reference' and 'auto' can")
     if impl == "reference" or reason is not None:
@@ -99,16 +101,9 @@ def why_not_flash(
         return f"value has {value.shape[-1]} features per head, and query {query.shape[-1]}"
     if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
         return "attn_mask requires a gradient"
-    kernel, d = KERNELS[query.device.type], query.shape[-1]
-    refusal = kernel.refuses(query)
-    if refusal is None:
-        refusal = disagreement(
-            str(query.device), query.dtype, index(d)
-        )  # a number, where the compiler has a symbol
-    if refusal is not None:
-        return refusal
-    if torch._C._are_functorch_transforms_active():
-        return "a transform of torch.func is active"
-    if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        return "an argument carries a forward-mode tangent"
-    return None
+    # index: a number, where the compiler has a symbol
+    return (
+        KERNELS[query.device.type].refuses(query)
+        or disagreement(str(query.device), query.dtype, index(query.shape[-1]))
+        or transform_of(*tensors)
+    )

@@ -7,22 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkform.attention.checks import transform_of
 from qkform.attention.operator import direct
 
 
 def quadratic(x: Tensor, v: Tensor) -> Tensor:
     """x (B, N, d), v (H, d), of one floating type -> (B, H, N)."""
-    if direct(x, v) and not torch._C._are_functorch_transforms_active() and not _tangents(x, v):
+    if direct(x, v) and transform_of(x, v) is None:
         return _Quadratic.apply(x, v)
     return _scores(x * x, v)
 
 
 def _scores(squares: Tensor, v: Tensor) -> Tensor:
     return (squares @ v.mT).mT.contiguous()  # (B, N, d) (d, H) -> (B, H, N)
-
-
-def _tangents(*tensors: Tensor) -> bool:
-    return any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 class _Quadratic(torch.autograd.Function):  # type: ignore[misc]
