@@ -44,3 +44,16 @@ def test_gradients_of_the_self_score_do_not_overflow_in_float16():
         found.append(torch.autograd.grad(out, s, grad)[0])
     assert found[0].isfinite().all()
     torch.testing.assert_close(found[0], found[1], rtol=0.05, atol=0.05 * float(found[1].abs().max()))
+
+
+def test_what_inference_mode_left_behind_serves_training():
+    torch.manual_seed(0)
+    given = [torch.randn(1, 2, 23, 8) for _ in range(3)] + [torch.randn(1, 2, 23)]
+    with torch.inference_mode():
+        decoupled_attention(*given)  # the mask of own keys is kept from here
+    found = []
+    for impl in ("flash", "reference"):
+        leaves = [x.clone().requires_grad_() for x in given]
+        found.append(torch.autograd.grad(decoupled_attention(*leaves, impl=impl).square().sum(), leaves))
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)

@@ -73,9 +73,8 @@ def _two_sided(q: Tensor, k: Tensor, mask: Tensor | None, start: int) -> Iterato
 )  # at most 1.6 MB each: touching such memory anew in every layer costs more than reading it
 def _hidden(n: int, m: int, start: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """-inf at each query's own key, (1, 1, N, M); nobody writes to it."""
-    with torch.inference_mode(False):
-        hidden = torch.zeros(n, m, dtype=dtype, device=device)
-        hidden.diagonal(start).fill_(-math.inf)
+    hidden = torch.zeros(n, m, dtype=dtype, device=device)
+    hidden.diagonal(start).fill_(-math.inf)
     return hidden[None, None]
 
 
