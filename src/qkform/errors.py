@@ -11,6 +11,7 @@
     ├── AttentionError             arguments of an attention function that do not fit each other
     ├── SurgeryError               a model that cannot be changed as asked
     ├── DynamicsError              a question about training that has no answer
+    ├── DataError                  text, a tokenizer or a cache of tokens that cannot be trained on
     ├── RecordError                a table cannot be saved or loaded
     └── MissingExtra               a feature needs a package of an optional extra
 
@@ -54,6 +55,10 @@ class SurgeryError(QKFormError):
 
 class DynamicsError(QKFormError, ValueError):
     """A question about training that has no answer: a task that cannot be, a loss or a sharpness not reached."""
+
+
+class DataError(QKFormError):
+    """Text, a tokenizer or a cache of tokens that cannot be trained on: damaged, empty, changed, or not fitting."""
 
 
 class RecordError(QKFormError):
