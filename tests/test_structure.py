@@ -46,8 +46,10 @@ ARROWS = {
     "report": {"records", "differences", "flows", "errors", "cache", "steps"},
     "targets": {"records", "differences", "flows", "errors", "report", "checkpoints"},
     "differ": {"differences", "errors", "form", "layouts", "options", "records", "scanner", "scoring"},
+    "training": {"dynamics", "errors", "runs", "samples", "cache", "surgery"},
     "cli": {
         "errors",
+        "training",
         "records",
         "differences",
         "dynamics",
@@ -73,6 +75,7 @@ ARROWS = {
         "attention",
         "dynamics",
         "surgery",
+        "training",
     },
 }
 

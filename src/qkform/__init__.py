@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from qkform import report as report
     from qkform import sites as sites
     from qkform import surgery as surgery
+    from qkform import training as training
     from qkform.differ import diff as diff
     from qkform.differences import DiffTable as DiffTable
     from qkform.form import BilinearForm as BilinearForm
@@ -48,6 +49,7 @@ _HOME = {
     "report": "qkform.report",
     "sites": "qkform.sites",
     "surgery": "qkform.surgery",
+    "training": "qkform.training",
 }
 
 __all__ = sorted(_HOME)
