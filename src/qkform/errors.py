@@ -13,6 +13,7 @@
     ├── DynamicsError              a question about training that has no answer
     ├── ExperimentError            an option of an experiment that cannot be
     ├── TrainingError              a training that cannot begin or go on: its folder, its checkpoints, its loss
+    ├── DataError                  text, a tokenizer or a cache of tokens that cannot be trained on
     ├── RecordError                a table cannot be saved or loaded
     └── MissingExtra               a feature needs a package of an optional extra
 
@@ -64,6 +65,10 @@ class ExperimentError(QKFormError, ValueError):
 
 class TrainingError(QKFormError):
     """A training that cannot begin or go on: its folder, its checkpoints, its loss."""
+
+
+class DataError(QKFormError):
+    """Text, a tokenizer or a cache of tokens that cannot be trained on: damaged, empty, changed, or not fitting."""
 
 
 class RecordError(QKFormError):
