@@ -20,6 +20,7 @@ import qkform
 from qkform import targets
 from qkform.cli.output import fail, plain, print_table, put, say, say_lines, stand_in_streams, write
 from qkform.cli.theory import theory
+from qkform.cli.train import train
 from qkform.errors import ConfigError, QKFormError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ app = App(
     suppress_keyboard_interrupt=False,  # `main` says it
 )
 app.command(theory)
+app.command(train)
 _unknown = Group(
     "Layouts that are not known", help="Heads outrank the config; names take {layer}.", sort_key=2
 )
