@@ -1,0 +1,1 @@
+"""Training on real text, with the query-key form recorded and changed."""
