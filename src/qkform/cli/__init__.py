@@ -18,6 +18,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 
 import qkform
 from qkform import targets
+from qkform.cli.compare import compare
 from qkform.cli.output import fail, plain, print_table, put, say, say_lines, stand_in_streams, write
 from qkform.cli.theory import theory
 from qkform.errors import ConfigError, QKFormError
@@ -36,6 +37,7 @@ app = App(
     suppress_keyboard_interrupt=False,  # `main` says it
 )
 app.command(theory)
+app.command(compare)
 _unknown = Group(
     "Layouts that are not known", help="Heads outrank the config; names take {layer}.", sort_key=2
 )

@@ -69,7 +69,7 @@ def compare(
             "baseline": chosen.name,
             "at_loss": loss,
             "at_loss_from": "given" if at_loss is not None else "the least that every run reaches",
-            "smoothing": f"running median of the held-out loss over {window} tracked steps, centred",
+            "smoothing": f"held-out loss as a running median of {window} tracked steps, centred",
             "window": window,
             "layers": "median over layers",
             "interval": pairing.INTERVAL,

@@ -67,10 +67,10 @@ def load(folder: Path) -> Run:
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}."""
+    """{"a": {"b": 1}} as {"a.b": 1}; a mapping of nothing is not there."""
     out: dict[str, Any] = {}
     for name, value in nested.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             out |= flat(value, f"{prefix}{name}.")
         else:
             out[f"{prefix}{name}"] = value

@@ -60,14 +60,11 @@ def mean_row(rows: Sequence[Row]) -> Row:
     out |= {"at": first["at"], "measure": first["measure"], "n": len(both)}
     out |= {f"{side}_never": count for side, count in never.items()}
     reasons = _never_words(never, len(rows))
-    if (
-        first["measure"] == PUBLISHED
-    ):  # each side by itself: the rule never lets a baseline below its own best end
-        for side in ("arm", "baseline"):
+    if first["measure"] in (*CLOCKS, PUBLISHED) and any(never.values()):
+        reasons.append("no mean, since that of the others would flatter it")
+        for side in ("arm", "baseline"):  # the side that always gets there has one
             found = [row[f"{side}_value"] for row in rows]
             out[f"{side}_value"] = None if None in found else fmean(found)
-    elif first["measure"] in CLOCKS and any(never.values()):
-        reasons.append("no mean, since that of the others would flatter it")
     elif both:
         for name in ("arm_value", "baseline_value", "difference"):
             out[name] = fmean(row[name] for row in both)
