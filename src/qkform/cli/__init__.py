@@ -18,6 +18,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 
 import qkform
 from qkform import targets
+from qkform.cli.compare import compare
 from qkform.cli.output import fail, plain, print_table, put, say, say_lines, stand_in_streams, write
 from qkform.cli.theory import theory
 from qkform.cli.train import train
@@ -38,6 +39,7 @@ app = App(
 )
 app.command(theory)
 app.command(train)
+app.command(compare)
 _unknown = Group(
     "Layouts that are not known", help="Heads outrank the config; names take {layer}.", sort_key=2
 )

@@ -3,10 +3,8 @@
 `one_layer` is a model small enough to be solved: which learning rates sharpen attention, and by how much. It needs the
 extra `theory` (scipy). `decompose` splits the gradient of a live model's form into its pairs of tokens, and
 `conflict` asks whether a token's pair with itself works against the others (torch).
-`sharpness` and the proxies of interpretability measure attention weights, numpy or torch. `Tracker` records the form,
-attention and loss of a model while it trains.
 `sharpness` and the proxies of interpretability measure attention weights, numpy or torch; `agreement` makes sentences
-in which the token that matters is known.
+in which the token that matters is known. `Tracker` records the form, attention and loss of a model while it trains.
 """
 
 from __future__ import annotations
