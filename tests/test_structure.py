@@ -44,6 +44,7 @@ ARROWS = {
     "dynamics": {
         "attention",
         "form",
+        "layouts",
         "sites",
         "records",
         "flows",
