@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from qkform import runs as runs
     from qkform import sites as sites
     from qkform import surgery as surgery
+    from qkform import training as training
     from qkform.differ import diff as diff
     from qkform.differences import DiffTable as DiffTable
     from qkform.form import BilinearForm as BilinearForm
@@ -52,6 +53,7 @@ _HOME = {
     "runs": "qkform.runs",
     "sites": "qkform.sites",
     "surgery": "qkform.surgery",
+    "training": "qkform.training",
 }
 
 __all__ = sorted(_HOME)

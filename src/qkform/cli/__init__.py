@@ -18,8 +18,10 @@ from cyclopts import App, CycloptsError, Group, Parameter
 
 import qkform
 from qkform import targets
+from qkform.cli.compare import compare
 from qkform.cli.output import fail, plain, print_table, put, say, say_lines, stand_in_streams, write
 from qkform.cli.theory import theory
+from qkform.cli.train import train
 from qkform.errors import ConfigError, QKFormError
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ app = App(
     suppress_keyboard_interrupt=False,  # `main` says it
 )
 app.command(theory)
+app.command(train)
+app.command(compare)
 _unknown = Group(
     "Layouts that are not known", help="Heads outrank the config; names take {layer}.", sort_key=2
 )

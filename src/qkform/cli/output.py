@@ -14,6 +14,7 @@ from qkform import targets
 from qkform.errors import RecordError
 
 if TYPE_CHECKING:
+    from qkform.comparisons import CompareTable
     from qkform.differences import DiffTable
     from qkform.flows import FlowTable
     from qkform.records import ScoreTable
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 LONGEST = 2500  # characters of one message: names in a hostile file can be millions long
 
 
-def print_table(table: ScoreTable | DiffTable | FlowTable, format: str) -> None:
+def print_table(table: ScoreTable | DiffTable | FlowTable | CompareTable, format: str) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no fault
     if format == "json":
@@ -51,7 +52,7 @@ def print_table(table: ScoreTable | DiffTable | FlowTable, format: str) -> None:
 
 
 def write(
-    table: ScoreTable | DiffTable | FlowTable,
+    table: ScoreTable | DiffTable | FlowTable | CompareTable,
     out: Sequence[Path],
     html: Path | None,
     plots: Path | None,

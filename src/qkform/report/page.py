@@ -16,11 +16,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from qkform.comparisons import CompareTable
 from qkform.differences import DiffTable
 from qkform.flows import FlowTable
 from qkform.records import Row, ScoreTable, write_whole
 from qkform.report import charts, words
 from qkform.report.bundle import javascript
+from qkform.report.comparesection import CompareSection
+from qkform.report.comparewords import MEANINGS
 from qkform.report.diffsection import DiffSection
 from qkform.report.flowsection import WORDS, FlowSection
 from qkform.report.rows import DIFF_POINT_COLUMNS, POINT_COLUMNS, Points, text
@@ -32,7 +35,7 @@ _JSON_ESCAPES = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 
 
 def write_page(
-    table: ScoreTable | DiffTable | FlowTable,
+    table: ScoreTable | DiffTable | FlowTable | CompareTable,
     path: str | os.PathLike[str],
     *,
     title: str | None = None,
@@ -49,7 +52,7 @@ def write_page(
 
 
 def page_html(
-    table: ScoreTable | DiffTable | FlowTable,
+    table: ScoreTable | DiffTable | FlowTable | CompareTable,
     *,
     title: str | None = None,
     cache_folder: str | os.PathLike[str] | None = None,
@@ -63,6 +66,8 @@ def page_html(
         return _diff_html(table, title, cache_folder)
     if isinstance(table, FlowTable):
         return _flow_html(table, title, cache_folder)
+    if isinstance(table, CompareTable):
+        return _compare_html(table, title, cache_folder)
     found = entries(table)
     names = labels(found)
     models = [
@@ -126,6 +131,20 @@ def _flow_html(table: FlowTable, title: str | None, cache_folder: str | os.PathL
         flow=section,
         conventions=[(["this task"], section.pairs)],
         scores=WORDS,
+        data="[]",
+    )
+
+
+def _compare_html(table: CompareTable, title: str | None, cache_folder: str | os.PathLike[str] | None) -> str:
+    section = CompareSection(table, _chart)
+    return _rendered(
+        "compare.html.j2",
+        bool(section.differences or section.curves),
+        cache_folder,
+        title=text(title) if title else f"Against {section.baseline}",
+        compare=section,
+        conventions=[(["this comparison"], section.settings)],
+        scores=MEANINGS,
         data="[]",
     )
 

@@ -8,11 +8,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from qkform.comparisons import CompareTable
 from qkform.differences import DiffTable
 from qkform.errors import RecordError
 from qkform.flows import FlowTable
 from qkform.records import ScoreTable, values, write_whole
-from qkform.report import changes, charts, flowcharts, paths
+from qkform.report import changes, charts, comparecharts, flowcharts, paths
+from qkform.report.comparesection import CURVES, arm_colours, curve_points, difference_charts
+from qkform.report.comparewords import NAMES
 from qkform.report.flowscreen import circuit_words, task_words
 from qkform.report.flowsection import picture_points, safe_rows
 from qkform.report.look import INK, QUIET, Axis, model_colour
@@ -27,7 +30,7 @@ _LONGEST = 40  # characters of a name from the record in a file's name
 
 
 def save_plots(
-    table: ScoreTable | DiffTable | FlowTable,
+    table: ScoreTable | DiffTable | FlowTable | CompareTable,
     folder: str | os.PathLike[str],
     formats: Sequence[str] = FORMATS,
 ) -> list[Path]:
@@ -63,10 +66,14 @@ def save_plots(
     return written
 
 
-def _plots(table: ScoreTable | DiffTable | FlowTable) -> Iterator[tuple[list[str], list[str], Any]]:
+def _plots(
+    table: ScoreTable | DiffTable | FlowTable | CompareTable,
+) -> Iterator[tuple[list[str], list[str], Any]]:
     """(parts of the name, lines of the title, chart) for every chart of a record."""
     if isinstance(table, DiffTable):
         return _diff_plots(table)
+    if isinstance(table, CompareTable):
+        return _compare_plots(table)
     return _flow_plots(table) if isinstance(table, FlowTable) else _score_plots(table)
 
 
@@ -186,6 +193,22 @@ def _flow_plots(table: FlowTable) -> Iterator[tuple[list[str], list[str], Any]]:
         for measure in ("sharpness", "entropy"):
             chart = flowcharts.against_ratio(points, measure, width=_WIDE, height=320)
             yield ["flow", measure], [f"{measure.capitalize()} when the loss is reached", *of], chart
+
+
+def _compare_plots(table: CompareTable) -> Iterator[tuple[list[str], list[str], Any]]:
+    points, colours = curve_points(table), arm_colours(table)
+    against = f"against {_clean(text(table.settings.get('baseline')))}"
+    for name in CURVES:
+        if any(row[name] is not None for row in points):
+            chart: Any = comparecharts.curves(points, name, colours, width=_WIDE, height=360)
+            yield ["compare", name], [NAMES[name].capitalize(), "thin: each seed; thick: their mean"], chart
+    for name in ("normalised_entropy", "symmetry"):
+        if any(row[name] is not None and row["smoothed"] is not None for row in points):
+            at = table.settings.get("at_loss")
+            chart = comparecharts.against_loss(points, name, colours, at, width=_WIDE)
+            yield ["compare", name, "loss"], [f"{NAMES[name].capitalize()} against the held-out loss"], chart
+    for name, title, chart in difference_charts(table, colours, width=_WIDTH):
+        yield ["compare", "difference", name], [title.capitalize(), against], chart
 
 
 def _at(entry: Entry) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from qkform.comparisons import CompareTable
 from qkform.differences import DIFF_COLUMNS, DiffTable
 from qkform.flows import FlowTable
 from qkform.records import ModelScores, Row, ScoreTable, median_of, single_heads, values, whole_layers
+from qkform.report.comparescreen import compare_screen
 from qkform.report.flowscreen import flow_screen
 from qkform.report.reading import change, decimals, is_number, movement, reading, signed
 from qkform.report.series import UNITS, Entry, entries
@@ -32,7 +34,10 @@ LINES = 40  # of a series; a longer one is thinned out, its first and last kept
 
 
 def renderables(
-    table: ScoreTable | DiffTable | FlowTable | ModelScores, *, width: int, unicode: bool = True
+    table: ScoreTable | DiffTable | FlowTable | CompareTable | ModelScores,
+    *,
+    width: int,
+    unicode: bool = True,
 ) -> Iterator[Any]:
     """What rich prints for a table, a comparison, a flow or one model.
 
@@ -44,6 +49,8 @@ def renderables(
         yield from _diff_screen(table, width=width, unicode=unicode)
     elif isinstance(table, FlowTable):
         yield from flow_screen(table, width=width, unicode=unicode)
+    elif isinstance(table, CompareTable):
+        yield from compare_screen(table, width=width, unicode=unicode)
     else:
         for entry in entries(table):
             if entry.kind is None:
