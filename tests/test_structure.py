@@ -46,6 +46,7 @@ ARROWS = {
     "dynamics": {
         "attention",
         "form",
+        "layouts",
         "sites",
         "records",
         "flows",
