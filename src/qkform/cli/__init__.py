@@ -20,6 +20,7 @@ import qkform
 from qkform import targets
 from qkform.cli.compare import compare
 from qkform.cli.output import fail, plain, print_table, put, say, say_lines, stand_in_streams, write
+from qkform.cli.sweep import sweep
 from qkform.cli.theory import theory
 from qkform.cli.train import train
 from qkform.errors import ConfigError, QKFormError
@@ -39,6 +40,7 @@ app = App(
 )
 app.command(theory)
 app.command(train)
+app.command(sweep)
 app.command(compare)
 _unknown = Group(
     "Layouts that are not known", help="Heads outrank the config; names take {layer}.", sort_key=2

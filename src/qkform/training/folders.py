@@ -12,6 +12,7 @@ from qkform.errors import RecordError
 from qkform.runs import NAME, RunRecord
 
 FINISHED = ("finished", "stop_at_loss")  # reasons in the `end` event of a run that did what it was asked
+BROKE = "nan"  # of one that came to its end all the same: its loss is no number any more
 
 
 @dataclass(frozen=True)
