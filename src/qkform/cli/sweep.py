@@ -1,4 +1,4 @@
-"""`qkform sweep`: arms times seeds, each run a process of its own. docs/sweeps.md is the page about it."""
+"""`qkform sweep`: arms times seeds, each run a process of its own. docs/comparing.md is the page about it."""
 
 from __future__ import annotations
 

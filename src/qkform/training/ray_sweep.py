@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from qkform.training.job import Job, Outcome, Say
 from qkform.training.sweep import COMMAND, held, planned, stopped, surroundings, told
 
 _LOOK_SECONDS = 0.5
+_PATIENCE_SECONDS = 10
 
 
 def ray_sweep(
@@ -104,6 +107,10 @@ def _outcome(ray: Any, reference: Any, job: Job) -> Outcome:
 
 def _connect(ray: Any, address: str) -> None:
     try:
+        if match := re.fullmatch(
+            r"([^/:]+):(\d+)", address
+        ):  # ray itself waits minutes for one that is not there
+            socket.create_connection((match[1], int(match[2])), _PATIENCE_SECONDS).close()
         ray.init(
             address=None if address == "local" else address,
             include_dashboard=False if address == "local" else None,
