@@ -21,6 +21,7 @@ from qkform import targets
 from qkform.cli.compare import compare
 from qkform.cli.output import fail, plain, print_table, put, say, say_lines, stand_in_streams, write
 from qkform.cli.runs import runs
+from qkform.cli.sweep import sweep
 from qkform.cli.theory import theory
 from qkform.cli.train import train
 from qkform.errors import ConfigError, QKFormError
@@ -40,6 +41,7 @@ app = App(
 )
 app.command(theory)
 app.command(train)
+app.command(sweep)
 app.command(compare)
 app.command(runs)
 _unknown = Group(
