@@ -94,7 +94,8 @@ class _Restored:
         def build(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
             model_class.__init__(model, config, *args, **kwargs)  # type: ignore[misc]
             before = {name for name, _ in model.named_parameters()}
-            self.promised = {site for change in record.changes(model) for site in change.get("sites", ())}
+            changes = [c for c in record.changes(model) if c["change"] == "decouple"]
+            self.promised = {site for change in changes for site in change.get("sites", ())}
             restore(model)
             self.added.append({name for name, _ in model.named_parameters()} - before)
 

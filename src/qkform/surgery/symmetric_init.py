@@ -91,7 +91,7 @@ def symmetrize_(
         with _undone_on_error(plans):
             written = [plan.write() for plan in plans]
             found = tuple(plan.verified(keys) for plan, keys in zip(plans, written, strict=True))
-    record.note(model, "symmetrize", arm=arm, seed=seed)
+    record.note(model, "symmetrize", arm=arm, seed=seed, sites=[site.path for site in chosen])
     return Starts(found, left)
 
 
