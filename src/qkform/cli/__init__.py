@@ -19,6 +19,7 @@ from qkform.cli.demo import demo, samples
 from qkform.cli.output import fail, plain, print_table, say, stand_in_streams, write
 from qkform.cli.runs import runs
 from qkform.cli.scanning import fetch_sample, scan_all, scan_progress
+from qkform.cli.sweep import sweep
 from qkform.cli.theory import theory
 from qkform.cli.train import train
 from qkform.errors import ConfigError, QKFormError
@@ -36,6 +37,7 @@ app = App(
 )
 app.command(theory)
 app.command(train)
+app.command(sweep)
 app.command(compare)
 app.command(demo)
 app.command(samples)
