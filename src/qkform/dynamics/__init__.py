@@ -3,8 +3,8 @@
 `one_layer` is a model small enough to be solved: which learning rates sharpen attention, and by how much. It needs the
 extra `theory` (scipy). `decompose` splits the gradient of a live model's form into its pairs of tokens, and
 `conflict` asks whether a token's pair with itself works against the others (torch).
-`sharpness` and the proxies of interpretability measure attention weights, numpy or torch. `Tracker` records the form,
-attention and loss of a model while it trains.
+`sharpness` and the proxies of interpretability measure attention weights, numpy or torch; `agreement` makes sentences
+in which the token that matters is known. `Tracker` records the form, attention and loss of a model while it trains.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qkform.dynamics import agreement as agreement
     from qkform.dynamics import one_layer as one_layer
     from qkform.dynamics.conflicts import Conflict as Conflict
     from qkform.dynamics.conflicts import conflict as conflict
@@ -33,6 +34,7 @@ _HOME: dict[str, str] = {  # public name -> module
     "Decomposition": "qkform.dynamics.decomposition",
     "Sharpness": "qkform.dynamics.spread",
     "Tracker": "qkform.dynamics.tracker",
+    "agreement": "qkform.dynamics.agreement",
     "attention_mass": "qkform.dynamics.proxies",
     "comprehensiveness": "qkform.dynamics.proxies",
     "conflict": "qkform.dynamics.conflicts",
