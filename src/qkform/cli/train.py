@@ -90,7 +90,7 @@ def train(
             raise ExperimentError(f"{folder} holds no run to go on with: there is no {file.name} in it")
     experiment = Experiment.load(file, **given) if file is not None else Experiment.from_dict(given)
 
-    from qkform.training.run import run
+    from qkform.training.running import run
 
     line = _Line(experiment.track_every)
     try:
