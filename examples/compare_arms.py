@@ -35,5 +35,5 @@ table = compare([folder])
 print(f"baseline: {table.settings['baseline']}")
 for row in table.means:
     if row["at"] == "end" and row["difference"] is not None:
-        interval = "" if row["low"] is None else f" ({row['low']:+.3f} to {row['high']:+.3f})"
-        print(f"{row['arm']}, {row['measure']}: {row['difference']:+.4f}{interval} over {row['n']} seeds")
+        interval = "" if row["low"] is None else f" ({row['low']:+.2g} to {row['high']:+.2g})"
+        print(f"{row['arm']}, {row['measure']}: {row['difference']:+.2g}{interval} over {row['n']} seeds")

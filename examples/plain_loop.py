@@ -7,12 +7,12 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import torch
-from transformers import BertConfig, BertForMaskedLM
+from transformers import ModernBertConfig, ModernBertForMaskedLM
 
 import qkform as qk
 from qkform.dynamics import Tracker
 
-VOCABULARY, LENGTH, STEPS = 24, 12, 120
+VOCABULARY, LENGTH, STEPS = 24, 12, 90
 MASK = VOCABULARY
 torch.manual_seed(0)
 
@@ -23,23 +23,26 @@ def batch(size=32):
     return {"input_ids": tokens.masked_fill(hidden, MASK), "labels": tokens.masked_fill(~hidden, -100)}
 
 
-config = BertConfig(
+config = ModernBertConfig(
     vocab_size=VOCABULARY + 1,
     hidden_size=32,
     num_hidden_layers=2,
     num_attention_heads=2,
     intermediate_size=64,
-    max_position_embeddings=LENGTH,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
+    global_attn_every_n_layers=1,
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=None,
+    cls_token_id=None,
+    sep_token_id=None,
 )
-model = BertForMaskedLM(config)
+model = ModernBertForMaskedLM(config)
 qk.surgery.symmetrize_(model, arm="matched", seed=0)  # W is symmetric at step 0 and free afterwards
 qk.surgery.decouple_(model, init="diagonal")  # x W x^T of a token with itself becomes x diag(v) x^T
-optimizer = torch.optim.AdamW(qk.surgery.param_groups(model, lr=1e-2, qk_lr_ratio=2.0, weight_decay=0.01))
+optimizer = torch.optim.AdamW(qk.surgery.param_groups(model, lr=5e-3, qk_lr_ratio=2.0, weight_decay=0.01))
 
 path = Path(mkdtemp()) / "record.jsonl"
-with Tracker(model, every=40, path=path, probe=batch()) as tracker:
+with Tracker(model, every=30, path=path, probe=batch()) as tracker:
     tracker.step(0, optimizer=optimizer)
     for step in range(1, STEPS + 1):
         inputs = batch()

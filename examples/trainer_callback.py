@@ -4,7 +4,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments, set_seed
 
 import qkform as qk
 from qkform.dynamics import Tracker
@@ -58,6 +58,7 @@ trainer = Trainer(
     eval_dataset=sentences(32, seed=2),
     callbacks=[tracker],
 )
+trainer.remove_callback(PrinterCallback)  # the numbers are in the record
 trainer.train()
 
 record = qk.RunRecord.load(folder)

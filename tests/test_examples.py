@@ -14,10 +14,10 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 # What each prints that it found, and whether it is quick enough for every run of the tests.
 FOUND = {
     "scan_and_plot": r"6 of 6 layers are more than two standard deviations away",
-    "plain_loop": r"attention\.self.* 0: \+1\.000 .*\n(.*\n)*loss \d\.\d+ at step 20, \d\.\d+ at step 60",
+    "plain_loop": r"attn 0: \+1\.000 .*\n(.*\n)*loss \d\.\d+ at step 30, \d\.\d+ at step 90",
     "trainer_callback": r"   0 .*\n  10 .*\n  20 .*\n  30 .*\n  40 +\d+\.\d+ ",
     "sharpen": r"they differ by \d\.\de-(0[6-9]|1\d) at most",
-    "compare_arms": r"held_out: [+-]\d\.\d+.* over 2 seeds",
+    "compare_arms": r"held_out: [+-][\d.e-]+ over 2 seeds",
 }
 QUICK = ("scan_and_plot", "sharpen")
 
