@@ -176,6 +176,15 @@ def test_held_out_batches_do_not_know_the_seed_the_size_or_the_processes(made, n
         list(batches.held_out(limit=0))
 
 
+def test_a_part_of_the_held_out_sequences_comes_from_all_of_them(made):
+    _, tokens = made
+    (whole,) = batches_of(made, "clm").held_out(batch=len(tokens.held_out))
+    rows = [row.tobytes() for row in tokens.held_out.astype(np.int64)]
+    places = np.array([rows.index(row.tobytes()) for row in whole["input_ids"].numpy()])
+    assert sorted(places) == list(range(len(rows)))
+    assert abs(places[: len(rows) // 2].mean() / (len(rows) - 1) - 0.5) < 0.15
+
+
 def test_no_held_out_sequence_is_trained_on(made):
     _, tokens = made
     train = {row.tobytes() for row in tokens.train}

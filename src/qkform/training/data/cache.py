@@ -169,7 +169,8 @@ def prepare(
                         say(f"the tokens in {folder} are damaged; making them again")
                     say(f"tokenizing {corpus.name}")
                     manifest = _made(folder, corpus, tokenizer, identity, made_of)
-    tokens = Tokens(folder, key, seq_len, manifest)
+    names = {"corpus": corpus.name, "tokenizer": name_of(tokenizer)}  # as they are called now
+    tokens = Tokens(folder, key, seq_len, manifest | names)
     _enough(tokens, corpus.name, held_out)
     return tokens
 
