@@ -73,6 +73,7 @@ def test_a_wheel_scans_where_only_its_dependencies_are(wheel, checkpoint, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # it fetches 250 MB
 def test_a_wheel_installs_and_scans_in_a_clean_environment(wheel, checkpoint, tmp_path):
     python = environment(tmp_path / "clean")
     constraints = str(ROOT / "constraints.txt")
