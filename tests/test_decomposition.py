@@ -985,3 +985,22 @@ def test_arguments_of_conflict_that_are_none(given: dict[str, Any], words: str) 
         dynamics.conflict(*built("gpt2"), **given)
     with pytest.raises(DynamicsError, match="holds a list; give results"):
         dynamics.fraction_negative([[]])  # type: ignore[list-item]
+
+
+def test_compiled_parts_of_a_model_are_seen() -> None:
+    model, batch = built("bert")
+    expected = decompose(model, batch)
+    for layer in model.bert.encoder.layer:
+        layer.compile(backend="eager")
+    with torch.no_grad():
+        model(**batch)
+    for each, other in zip(decompose(model, batch), expected, strict=True):
+        close(each.gamma, other.gamma)
+
+
+def test_a_batch_without_tokens_is_refused() -> None:
+    model, batch = built("gpt2")
+    with pytest.raises(DynamicsError, match="there is no token in it"):
+        decompose(model, {name: value[:0] for name, value in batch.items()})
+    with pytest.raises(DynamicsError, match="names are strings"):
+        decompose(model, {1: 2})  # type: ignore[dict-item]

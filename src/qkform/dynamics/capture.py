@@ -5,6 +5,7 @@ The model is left as it was, whatever happens: parameters, their gradients, rand
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -91,6 +92,13 @@ def _watching(
         raise DynamicsError(
             f"batch is a {type(batch).__name__}; it is a mapping: the keyword arguments of one call of the model"
         )
+    for name, value in batch.items():
+        if not isinstance(name, str):
+            raise DynamicsError(
+                f"batch has the key {name!r:.60}; it holds keyword arguments, whose names are strings"
+            )
+        if isinstance(value, Tensor) and value.numel() == 0:
+            raise DynamicsError(f"batch[{name!r}] has shape {tuple(value.shape)}: there is no token in it")
     with ExitStack() as stack:
         if not stack.enter_context(_alone()):
             raise DynamicsError(
@@ -100,6 +108,8 @@ def _watching(
         root, watched = live.root, _chosen(live, modules)
         _check_weights(live)
         stack.enter_context(torch.inference_mode(False))
+        if "torch._dynamo" in sys.modules:  # compiled parts run as they were written: hooks are for them too
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         batch = {name: _usable(value) for name, value in batch.items()}
         stack.enter_context(torch.random.fork_rng(_devices(root)))
         stack.enter_context(_eval(root))

@@ -44,7 +44,7 @@ def attention_mass(
     """
     if not isinstance(layers, str) or layers not in get_args(Layers):
         raise DynamicsError(f"layers={layers!r:.60}; known: {', '.join(get_args(Layers))}")
-    if isinstance(residual, bool) or not isinstance(residual, Real) or not 0 <= residual <= 1:
+    if not _is_share(residual):
         raise DynamicsError(f"residual is {residual!r:.60}; it is the residual stream's share, from 0 to 1")
     each, open_ = _of_layers(weights, mask)  # (B, N, N) per layer
     xp = array_namespace(each[0])
@@ -184,6 +184,10 @@ def _open(x: Any, mask: Any) -> list[int]:
     return [int(i) for i in found.nonzero()[0]]
 
 
+def _is_share(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and 0.0 <= float(value) <= 1.0
+
+
 def _count(x: Any) -> int:
     """How many tokens there are, of something that can be given to f without some of them."""
     if is_array_api_obj(x):
@@ -198,7 +202,7 @@ def _count(x: Any) -> int:
 
 def _top(x: Any, weights: Any, share: float, mask: Any) -> tuple[list[int], set[int]]:
     """The positions of open tokens, and of those attended to most among them."""
-    if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
+    if not _is_share(share) or share == 0:
         raise DynamicsError(f"share is {share!r:.60}; it is a share of the tokens, above 0 and up to 1")
     kept, w = _open(x, mask), _flat("weights", weights)
     if w.shape != (_count(x),):

@@ -39,7 +39,7 @@ def check(flow: Flow) -> None:
             raise DynamicsError(f"start is {at} for the {side} circuit; it is 0 or above, up to {highest:g}")
         if (tilt and kind == "collapsed") or not (tilt == 0 or 1e-100 <= abs(tilt) <= 1e100):
             raise DynamicsError(
-                f"imbalance is {tilt} for the {kind} {side} circuit; factorized circuits have one: 0, or from 1e-100 to "
+                f"imbalance is {tilt} for the {kind} {side} circuit; factorized ones have one: 0, or from 1e-100 to "
                 "1e100 in size"
             )
         if kind == "factorized" and at == 0 and tilt == 0:
