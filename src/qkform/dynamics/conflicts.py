@@ -114,14 +114,18 @@ def conflict(
     >>> for layer in conflict(model, batch, permutations=20):              # doctest: +SKIP
     ...     print(layer.module, layer.cosine, layer.excess, layer.p_value)
     """
-    if isinstance(permutations, bool) or not isinstance(permutations, Integral) or permutations < 0:
+    if not _is_whole(permutations) or permutations < 0:
         raise DynamicsError(f"permutations is {permutations!r:.60}; it is a number of draws, 0 or more")
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or not -(2**63) <= seed < 2**63:
+    if not _is_whole(seed) or not -(2**63) <= seed < 2**63:
         raise DynamicsError(f"seed is {seed!r:.60}; it is a whole number of 64 bits")
     check_dtype(dtype)
     captured = capture(model, batch, loss_fn, modules)
     with without_autocast(captured):
         return [_conflict(each, int(permutations), int(seed), dtype) for each in captured]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def fraction_negative(found: Iterable[Conflict]) -> Negative:
