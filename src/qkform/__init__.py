@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from qkform import dynamics as dynamics
     from qkform import errors as errors
     from qkform import report as report
+    from qkform import runs as runs
     from qkform import sites as sites
     from qkform import surgery as surgery
+    from qkform import training as training
     from qkform.differ import diff as diff
     from qkform.differences import DiffTable as DiffTable
     from qkform.form import BilinearForm as BilinearForm
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from qkform.layouts import AttentionLayer as AttentionLayer
     from qkform.records import ModelScores as ModelScores
     from qkform.records import ScoreTable as ScoreTable
+    from qkform.runs import RunRecord as RunRecord
     from qkform.scanner import layers as layers
     from qkform.scanner import scan as scan
 
@@ -38,6 +41,7 @@ _HOME = {
     "AttentionLayer": "qkform.layouts",
     "ModelScores": "qkform.records",
     "ScoreTable": "qkform.records",
+    "RunRecord": "qkform.runs",
     "DiffTable": "qkform.differences",
     "diff": "qkform.differ",
     "layers": "qkform.scanner",
@@ -46,8 +50,10 @@ _HOME = {
     "dynamics": "qkform.dynamics",
     "errors": "qkform.errors",
     "report": "qkform.report",
+    "runs": "qkform.runs",
     "sites": "qkform.sites",
     "surgery": "qkform.surgery",
+    "training": "qkform.training",
 }
 
 __all__ = sorted(_HOME)

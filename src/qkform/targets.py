@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING
 from qkform.errors import RecordError
 
 if TYPE_CHECKING:
+    from qkform.comparisons import CompareTable
     from qkform.differences import DiffTable
     from qkform.flows import FlowTable
     from qkform.records import ScoreTable
+    from qkform.report.runset import RunSet
 
 _HEAD = 4096  # bytes in which a file of ours shows that it is one
 _SHOWN = re.compile(
@@ -104,13 +106,15 @@ def written_by_us(path: Path) -> bool:
 
 
 def _has_our_columns(text: bytes) -> bool:
-    """Of the rows of scores, of differences, or of a flow; those that every version had are enough."""
+    """Of the rows of scores, differences, a flow, a comparison, or runs; those that every version had are enough."""
     return any(
         all(name in text for name in names)
         for names in (
             (b"source", b"module", b"kv_head", b"row_excess", b"column_excess"),
             (b"source_a", b"source_b", b"symmetry_change", b"relative_change"),
             (b"ratio", b"gap", b"gain", b"simulated_sharpness"),
+            (b"baseline", b"measure", b"baseline_value", b"arm_never"),
+            (b"run", b"arm", b"tracker_seconds", b"normalised_entropy"),
         )
     )
 
@@ -195,7 +199,10 @@ def _is_model_file(real: Path) -> bool:
 
 
 def write(
-    table: ScoreTable | DiffTable | FlowTable, out: Sequence[Path], html: Path | None, plots: Path | None
+    table: ScoreTable | DiffTable | FlowTable | CompareTable | RunSet,
+    out: Sequence[Path],
+    html: Path | None,
+    plots: Path | None,
 ) -> Iterator[str]:
     """Write every file that was asked for; one line of what was written after each, and before one that takes long."""
     long = len(getattr(table, "models", ())) >= _LONG_MODELS or len(table.rows) >= _LONG_ROWS

@@ -168,6 +168,7 @@ def transform_of(*tensors: Tensor) -> str | None:
     """Which derivative but the usual one is being taken of a call with these tensors; None: no other."""
     if torch._C._are_functorch_transforms_active():
         return "a transform of torch.func is active"
-    if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    dual = torch.autograd.forward_ad
+    if dual._current_level >= 0 and any(dual.unpack_dual(x).tangent is not None for x in tensors):
         return "an argument carries a forward-mode tangent"
     return None

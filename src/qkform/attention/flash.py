@@ -47,7 +47,7 @@ def forward(
         share = other - before  # log of the odds of this part
         if part.closable:
             share.masked_fill_(other == -math.inf, -math.inf)
-        before.copy_(torch.logaddexp(before, other))
+        torch.logaddexp(before, other, out=before)
         if out is None:
             out = o if b - a == n else torch.empty_like(q)
         split = by_group(out, groups)
@@ -92,12 +92,12 @@ def backward(
         rows, keys = slice(*part.rows), slice(*part.keys)
         k_part, v_part = _keys(k, part), _keys(v, part)
         found = kernel.backward(
-            grad[:, :, rows],
-            q[:, :, rows],
+            _cut(grad, part.rows),
+            _cut(q, part.rows),
             k_part,
             v_part,
-            out[:, :, rows],
-            lse[:, :, rows],
+            _cut(out, part.rows),
+            _cut(lse, part.rows),
             mask=part.mask,
             causal=part.causal,
             scale=scale,
@@ -125,7 +125,7 @@ def _join(base: Tensor, other: Tensor, odds: Tensor, out: Tensor) -> None:
 def _fused(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of one part; a row without open keys is 0 and -inf."""
     return KERNELS[q.device.type].forward(
-        q[:, :, slice(*part.rows)],
+        _cut(q, part.rows),
         _keys(k, part),
         _keys(v, part),
         mask=part.mask,
@@ -136,8 +136,13 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[T
 
 
 def _keys(x: Tensor, part: Part) -> Tensor:
-    x = x[:, :, slice(*part.keys)]
+    x = _cut(x, part.keys)
     return x.flip(2) if part.reverse else x
+
+
+def _cut(x: Tensor, place: tuple[int, int]) -> Tensor:
+    """The tokens of x (B, H, N, ...) from the first number to the second; x itself where these are all."""
+    return x if place == (0, x.shape[2]) else x[:, :, slice(*place)]
 
 
 def _self_scores(
@@ -194,7 +199,7 @@ def empty_as_gradient(x: Tensor) -> Tensor:
 
 def by_group(x: Tensor, groups: int) -> Tensor:
     """(B, H, ...) as (B, groups, H // groups, ...): the queries of one key together."""
-    return x.unflatten(1, (groups, -1))
+    return x.unsqueeze(2) if x.shape[1] == groups else x.unflatten(1, (groups, -1))
 
 
 def dense(x: Tensor) -> Tensor:

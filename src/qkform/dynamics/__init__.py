@@ -3,7 +3,8 @@
 `one_layer` is a model small enough to be solved: which learning rates sharpen attention, and by how much. It needs the
 extra `theory` (scipy). `decompose` splits the gradient of a live model's form into its pairs of tokens, and
 `conflict` asks whether a token's pair with itself works against the others (torch).
-`sharpness` and the proxies of interpretability measure attention weights, numpy or torch.
+`sharpness` and the proxies of interpretability measure attention weights, numpy or torch; `agreement` makes sentences
+in which the token that matters is known. `Tracker` records the form, attention and loss of a model while it trains.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qkform.dynamics import agreement as agreement
     from qkform.dynamics import one_layer as one_layer
     from qkform.dynamics.conflicts import Conflict as Conflict
     from qkform.dynamics.conflicts import conflict as conflict
@@ -25,11 +27,14 @@ if TYPE_CHECKING:
     from qkform.dynamics.proxies import sufficiency as sufficiency
     from qkform.dynamics.spread import Sharpness as Sharpness
     from qkform.dynamics.spread import sharpness as sharpness
+    from qkform.dynamics.tracker import Tracker as Tracker
 
 _HOME: dict[str, str] = {  # public name -> module
     "Conflict": "qkform.dynamics.conflicts",
     "Decomposition": "qkform.dynamics.decomposition",
     "Sharpness": "qkform.dynamics.spread",
+    "Tracker": "qkform.dynamics.tracker",
+    "agreement": "qkform.dynamics.agreement",
     "attention_mass": "qkform.dynamics.proxies",
     "comprehensiveness": "qkform.dynamics.proxies",
     "conflict": "qkform.dynamics.conflicts",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
+from qkform.comparisons import CompareTable
 from qkform.differences import DIFF_COLUMNS, DiffTable
 from qkform.flows import FlowTable
 from qkform.records import ModelScores, Row, ScoreTable, median_of, single_heads, values, whole_layers
+from qkform.report.comparescreen import compare_screen
 from qkform.report.flowscreen import flow_screen
 from qkform.report.reading import change, decimals, is_number, movement, reading, signed
+from qkform.report.runreading import spread
+from qkform.report.runscreen import runs_screen
+from qkform.report.runset import RunSet
 from qkform.report.series import UNITS, Entry, entries
 from qkform.report.terminal import (
     NOTES,
@@ -32,9 +37,12 @@ LINES = 40  # of a series; a longer one is thinned out, its first and last kept
 
 
 def renderables(
-    table: ScoreTable | DiffTable | FlowTable | ModelScores, *, width: int, unicode: bool = True
+    table: ScoreTable | DiffTable | FlowTable | CompareTable | RunSet | ModelScores,
+    *,
+    width: int,
+    unicode: bool = True,
 ) -> Iterator[Any]:
-    """What rich prints for a table, a comparison, a flow or one model.
+    """What rich prints for a table, a comparison, a flow, runs or one model.
 
     `width` in columns; from 96 on it holds every column, below 76 the bars go. `unicode=False` draws with ASCII.
     """
@@ -44,6 +52,10 @@ def renderables(
         yield from _diff_screen(table, width=width, unicode=unicode)
     elif isinstance(table, FlowTable):
         yield from flow_screen(table, width=width, unicode=unicode)
+    elif isinstance(table, CompareTable):
+        yield from compare_screen(table, width=width, unicode=unicode)
+    elif isinstance(table, RunSet):
+        yield from runs_screen(table, width=width, unicode=unicode)
     else:
         for entry in entries(table):
             if entry.kind is None:
@@ -70,7 +82,7 @@ def _series_screen(entry: Entry, *, width: int, unicode: bool) -> Iterator[Any]:
             (value, by_list(model.rows).get(name, []))
             for value, model in zip(entry.values, models, strict=True)
         ]
-        kept = _thinned(lines)
+        kept = spread(lines, LINES)
         columns = _series_columns(unit, cross=name[1] == "cross", width=width, unicode=unicode)
         title = list_title(*name) + (
             f", {len(kept)} of {len(lines)} {unit}s" if len(kept) < len(lines) else ""
@@ -117,13 +129,6 @@ def _series_columns(unit: str, *, cross: bool, width: int, unicode: bool) -> lis
     if width >= 112:
         columns.append(Column("range", "", lambda line: span("directionality", line)))
     return columns
-
-
-def _thinned(lines: Sequence[Any]) -> list[Any]:
-    """At most `LINES` of them, spread evenly."""
-    if len(lines) <= LINES:
-        return list(lines)
-    return [lines[round(i * (len(lines) - 1) / (LINES - 1))] for i in range(LINES)]
 
 
 def _diff_screen(diff: DiffTable, *, width: int, unicode: bool) -> Iterator[Any]:

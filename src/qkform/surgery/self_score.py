@@ -43,8 +43,9 @@ class SelfScore(nn.Module):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
         """(B, N, d_model) -> (B, n_heads, N), in float32, in float64 for float64 x; autocast does not lower it."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        autocast = torch.amp.is_autocast_available(x.device.type)
-        with torch.autocast(x.device.type, enabled=False) if autocast else nullcontext():
+        device = x.device.type
+        lowered = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        with torch.autocast(device, enabled=False) if lowered else nullcontext():
             x, v = x.to(wide), self.v.to(wide)
             if self.normalise:
                 return (self.squares(x) @ v.mT).mT.contiguous()  # (B, N, d) (d, H) -> (B, H, N)

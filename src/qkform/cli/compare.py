@@ -1,0 +1,64 @@
+"""`qkform compare`: arms of an experiment, paired by seed. docs/comparing.md is the page about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from qkform import targets
+from qkform.cli.output import fail, print_table, say, write
+
+
+def compare(
+    *paths: Path,
+    at_loss: float | None = None,
+    baseline: str | None = None,
+    window: int = 3,
+    format: Literal["human", "json", "csv"] = "human",
+    out: Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)] = (),
+    html: Path | None = None,
+    plots: Path | None = None,
+    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")] = False,
+) -> int:
+    """Compare trained arms with a baseline, seed by seed: loss, time to loss, symmetry, sharpness, with intervals.
+
+    Runs that differ in their seed alone are one arm. The baseline is the arm with standard attention, the standard
+    start and one learning rate for all, unless another is named.
+
+    Parameters
+    ----------
+    paths
+        Run folders, or folders of run folders, as `qkform train` and `qkform sweep` write them.
+    at_loss
+        Held-out loss, in nats, at which symmetry and sharpness are compared; unless given, the least one that every
+        run reaches.
+    baseline
+        Name of the arm that the others are compared with.
+    window
+        Tracked steps over which the held-out loss is smoothed, by a running median, before it is said to be reached;
+        1 takes it as it is.
+    format
+        What goes to stdout: tables to read, one JSON document, or CSV rows.
+    out
+        Also save the rows to this file (.json, .csv or .parquet); may be repeated.
+    html
+        Also write one self-contained page to look at.
+    plots
+        Also write every chart into this folder, as PNG and SVG.
+    quiet
+        No notes on stderr.
+    """
+    from qkform.training.compare import compare as compared
+
+    if not paths:
+        return fail("name at least one folder of runs, for example: qkform compare runs/")
+    targets.check([str(path) for path in paths], out, html, plots)
+    table = compared(paths, at_loss=at_loss, baseline=baseline, window=window)
+    write(table, out, html, plots, quiet)
+    if not quiet and format != "human":
+        for note in table.notes:
+            say(f"note: {note}")
+    print_table(table, format)
+    return 0

@@ -1,0 +1,38 @@
+"""Training on real text, with the query-key form recorded and changed: one `Experiment`, one folder, one record.
+
+Needs the extra `train` (torch, transformers, accelerate, datasets, tokenizers).
+
+>>> from qkform.training import Experiment, run                                      # doctest: +SKIP
+>>> run(Experiment(objective="clm", attention="decoupled", steps=200), "runs/one")   # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qkform.training.experiment import Experiment as Experiment
+    from qkform.training.models import build_model as build_model
+    from qkform.training.run import Finished as Finished
+    from qkform.training.run import run as run
+
+_HOME: dict[str, str] = {  # public name -> module
+    "Experiment": "qkform.training.experiment",
+    "Finished": "qkform.training.run",
+    "build_model": "qkform.training.models",
+    "run": "qkform.training.run",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'qkform.training' has no attribute {name!r}")
+    module = importlib.import_module(_HOME[name])
+    return module if _HOME[name] == f"qkform.training.{name}" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,189 @@
+"""Runs as arms of an experiment: what differs besides the seed, what an arm is called, and which is the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from qkform.errors import RecordError
+from qkform.training.folders import Run, differing
+
+# Fields of an experiment that change nothing about what is trained, or only say where it goes.
+OUTSIDE = {"seed", "track_every", "conflict", "save_every", "keep", "report_to", "out", "name"}
+# Interventions, each with the values that stand for none. How self scores start matters to decoupled attention alone.
+INTERVENTIONS: dict[str, tuple[Any, ...]] = {
+    "attention": ("standard", None),
+    "init": ("standard", None),
+    "qk_lr_ratio": (1, None),
+}
+# Fields whose values make losses, or everything, incomparable.
+OBJECTIVE = {"objective", "mask_rate"}
+DATA = {"data", "tokenizer", "vocabulary", "seq_len", "held_out", "on_error"}
+MODEL = {"preset", "model", "config"}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """The runs that differ in nothing but the seed and where they lie; `experiment` is without these."""
+
+    experiment: Mapping[str, Any]
+    runs: list[Run] = field(default_factory=list)
+    name: str = ""
+
+    @property
+    def interventions(self) -> dict[str, Any]:
+        """The interventions that are not at the value that stands for none."""
+        return {
+            name: value
+            for name, value in self.experiment.items()
+            if _last(name) in INTERVENTIONS and not _is_one_of(value, INTERVENTIONS[_last(name)])
+        }
+
+    @property
+    def by_seed(self) -> dict[Any, Run]:
+        return {run.seed: run for run in self.runs}
+
+
+def arms_of(runs: Sequence[Run]) -> list[Arm]:
+    """Runs grouped, named, in order of appearance, those of an arm by seed.
+
+    Raises RecordError where an arm has two runs of one seed.
+    """
+    arms: list[Arm] = []
+    for run in runs:
+        experiment = {name: value for name, value in run.experiment.items() if not _outside(name)}
+        arm = next((arm for arm in arms if not differing(arm.experiment, experiment)), None)
+        if arm is None:
+            arms.append(arm := Arm(experiment))
+        arm.runs.append(run)
+    named = [
+        Arm(arm.experiment, _by_seed(arm.runs), name) for arm, name in zip(arms, _names(arms), strict=True)
+    ]
+    for arm in named:
+        for a, b in zip(arm.runs, arm.runs[1:], strict=False):
+            if a.seed == b.seed:
+                raise RecordError(
+                    f"two runs of arm {arm.name} have seed {a.seed}: {a.path} and {b.path}; leave one of them out"
+                )
+    return named
+
+
+def baseline_of(arms: Sequence[Arm], name: str | None = None) -> Arm:
+    """The arm of this name; without one, the only arm that has no intervention. RecordError unless it is just one."""
+    known = ", ".join(arm.name for arm in arms)
+    if name is not None:
+        found = [arm for arm in arms if arm.name == name]
+        if not found:
+            raise RecordError(f"--baseline {name}: there is no such arm; the arms are {known}")
+        return found[0]
+    plain = [arm for arm in arms if not arm.interventions]
+    if len(plain) == 1:
+        return plain[0]
+    if not plain:
+        raise RecordError(
+            "no arm has standard attention, the standard start and ratio 1, so that none is the baseline by itself; "
+            f"name one: --baseline with one of {known}"
+        )
+    raise RecordError(
+        f"{len(plain)} arms have no intervention and differ in {', '.join(_varying(plain))}; name the baseline: "
+        f"--baseline with one of {', '.join(arm.name for arm in plain)}"
+    )
+
+
+def apart(arm: Arm, baseline: Arm) -> tuple[str | None, str | None]:
+    """Why two arms cannot be paired at all, and why their losses cannot be compared; each names the field, or is None.
+
+    Another corpus or another model: not at all. Another objective: its loss is another quantity; what is measured on
+    the weights and on the attention can still be held side by side, the model's type then differing too.
+    """
+    loss = None
+    fields = differing(arm.experiment, baseline.experiment)
+    for name in fields:
+        if name.split(".")[0] in OBJECTIVE or _last(name) in OBJECTIVE:
+            loss = _said(name, arm, baseline)
+    for name in fields:
+        top, last = name.split(".")[0], _last(name)
+        if top in OBJECTIVE or last in OBJECTIVE or last in INTERVENTIONS:
+            continue
+        if loss and name == "model":
+            continue
+        if top in DATA | MODEL or last in DATA | MODEL:
+            return _said(name, arm, baseline), loss
+    return _shapes_apart(arm, baseline), loss
+
+
+def _shapes_apart(arm: Arm, baseline: Arm) -> str | None:
+    a, b = (one.runs[0].record.start.get("layers") or [] for one in (arm, baseline))
+    if len(a) != len(b):
+        return f"the number of attention layers differs: {len(a)} and {len(b)}"
+    for name in ("d_model", "n_heads", "n_kv_heads", "d_head"):
+        values = [[layer.get(name) for layer in layers] for layers in (a, b)]
+        if values[0] != values[1]:
+            return f"{name} of the layers differs: {values[0]} and {values[1]}"
+    return None
+
+
+def _names(arms: Sequence[Arm]) -> list[str]:
+    """The folder that holds the runs of an arm, and of no other, where every arm has one; else what tells it apart."""
+    if len(arms) > 1 or _of_a_sweep(arms[0]):
+        folders = [{run.path.absolute().parent for run in arm.runs} for arm in arms]
+        names = [next(iter(one)).name for one in folders if len(one) == 1]
+        if len(names) == len(arms) == len(set(names)) and all(map(_of_a_sweep, arms)):
+            return names
+    names = ["" for _ in arms]
+    for field_name in sorted(_varying(arms), key=lambda one: _last(one) not in INTERVENTIONS):
+        if len(set(names)) == len(arms):
+            break
+        longer = [
+            f"{name}, {_last(field_name)}={_value(arm.experiment.get(field_name))}".removeprefix(", ")
+            for name, arm in zip(names, arms, strict=True)
+        ]
+        if len(set(longer)) > len(set(names)):  # one that only follows what is said already says nothing
+            names = longer
+    names = [name or "runs" for name in names]
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})"
+        for i, name in enumerate(names)
+    ]
+
+
+def _of_a_sweep(arm: Arm) -> bool:
+    return all(run.path.name == f"seed-{run.seed}" for run in arm.runs)
+
+
+def _varying(arms: Sequence[Arm]) -> list[str]:
+    names = dict.fromkeys(name for arm in arms for name in arm.experiment)
+    return [
+        name
+        for name in names
+        if any(arm.experiment.get(name) != arms[0].experiment.get(name) for arm in arms)
+    ]
+
+
+def _by_seed(runs: Sequence[Run]) -> list[Run]:
+    return sorted(runs, key=lambda run: (run.seed is None, str(type(run.seed)), run.seed or 0))
+
+
+def _outside(name: str) -> bool:
+    return name.split(".")[0] in OUTSIDE or _last(name) in OUTSIDE
+
+
+def _is_one_of(value: Any, plain: Sequence[Any]) -> bool:
+    return any(value is one or (one is not None and value == one) for one in plain)
+
+
+def _said(name: str, arm: Arm, baseline: Arm) -> str:
+    return (
+        f"{name} differs: {_value(arm.experiment.get(name))} in {arm.name}, "
+        f"{_value(baseline.experiment.get(name))} in {baseline.name}"
+    )
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _value(value: Any) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

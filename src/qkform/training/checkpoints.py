@@ -1,0 +1,141 @@
+"""Checkpoints of a run, `checkpoints/step-N/`: written aside, forced to disk, renamed; whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qkform.errors import TrainingError
+
+FACTS = "qkform.json"  # in every checkpoint: its step, its experiment, the environment, and the sizes of its files
+_NAME = re.compile(r"step-(\d+)")
+_ASIDE = ".aside-"
+_FULL = re.compile(r"No space left|os error 28|StorageFull|file write failed")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that is whole: its folder, its step, and the facts that were saved with it."""
+
+    path: Path
+    step: int
+    facts: dict[str, Any]
+
+
+def checkpoints(folder: Path) -> tuple[list[Checkpoint], list[str]]:
+    """The checkpoints in a folder, by ascending step, and what is wrong with others, in words."""
+    found, damaged = [], []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match:
+            try:
+                found.append(Checkpoint(path, int(match[1]), _facts(path)))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                damaged.append(f"{path}: {error}")
+    return sorted(found, key=lambda one: one.step), sorted(damaged)
+
+
+def newest(folder: Path) -> Checkpoint:
+    """The checkpoint to go on from. TrainingError where there is none, with what is wrong with those that are there."""
+    found, damaged = checkpoints(folder)
+    if found:
+        return found[-1]
+    if damaged:
+        raise TrainingError(f"no checkpoint in {folder} is whole: {'; '.join(damaged[:3])}")
+    raise TrainingError(f"no checkpoint in {folder}: begin again in another folder, or delete this one")
+
+
+@contextmanager
+def written(folder: Path, name: str, facts: dict[str, Any] | None = None) -> Iterator[Path]:
+    """A folder to write into, which becomes `folder/name` when everything in it is on disk.
+
+    What stood there is replaced. After an error, or a kill, nothing of it is left under that name. A full disk is a
+    TrainingError that says what is safe.
+    """
+    aside, target = folder / f"{_ASIDE}{name}", folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        yield aside
+        if facts is not None:
+            sizes = {
+                str(p.relative_to(aside)): p.stat().st_size for p in sorted(aside.rglob("*")) if p.is_file()
+            }
+            text = json.dumps({**facts, "files": sizes}, indent=1)
+            (aside / FACTS).write_text(text + "\n", encoding="utf-8")
+        for path in [*aside.rglob("*"), aside]:
+            _synced(path)
+        old = folder / f"{_ASIDE}old-{name}"
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        aside.rename(target)
+        _synced(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if (code := _full(error)) is not None:
+            raise TrainingError(
+                f"{target}: {os.strerror(code)}; what was saved before is whole: make room and go on with --resume"
+            ) from error
+        raise
+
+
+def tidy(folder: Path, keep: int) -> None:
+    """Delete what kills left behind, and all checkpoints but the newest `keep`."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name.startswith(_ASIDE):
+            shutil.rmtree(path, ignore_errors=True)
+    for one in checkpoints(folder)[0][:-keep]:
+        gone = one.path.with_name(f"{_ASIDE}{one.path.name}")
+        with suppress(OSError):  # renamed first: half a deletion is no damaged checkpoint
+            one.path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
+    for name, size in facts["files"].items():
+        there = (path / name).stat().st_size if (path / name).is_file() else None
+        if there != size:
+            raise ValueError(
+                f"{name} has {there} bytes and had {size}" if there is not None else f"{name} is missing"
+            )
+    return dict(facts)
+
+
+def _full(error: BaseException | None) -> int | None:
+    """The code of a full disk or a spent quota behind an error; safetensors and torch say it in their own words."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return error.errno
+        if isinstance(error, Exception) and _FULL.search(str(error)):
+            return errno.ENOSPC
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _synced(path: Path) -> None:
+    """Force a file or folder to disk; folders cannot be everywhere."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        if path.is_dir():
+            return
+        raise
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.EBADF):
+            raise
+    finally:
+        os.close(handle)

@@ -1,0 +1,262 @@
+"""`compare`: arms of an experiment against a baseline, seed by seed: at the end, at one loss, at its first reach."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qkform.comparisons import CLOCKS, MEASURES, PUBLISHED, CompareTable
+from qkform.errors import RecordError
+from qkform.records import Row
+from qkform.training import folders, pairing, reach
+from qkform.training.arms import Arm, apart, arms_of, baseline_of
+from qkform.training.folders import BROKE, FINISHED, Run, differing
+from qkform.training.pairing import Value
+from qkform.training.reach import Curve
+
+_OF_LOSS = ("loss", "held_out")  # what another objective makes incomparable
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A run that takes part, with its curve."""
+
+    run: Run
+    curve: Curve
+    broke: str | None  # why it has no values at its end
+
+    @property
+    def held_out(self) -> bool:
+        return any(value is not None for value in self.curve.smoothed)
+
+
+def compare(
+    paths: Iterable[str | os.PathLike[str]],
+    *,
+    at_loss: float | None = None,
+    baseline: str | None = None,
+    window: int = reach.WINDOW,
+) -> CompareTable:
+    """How the runs under `paths` differ from those of the baseline arm: pairs by seed, means, intervals.
+
+    Runs that differ in the seed alone are one arm. `baseline` is the name of one; without it, it is the only arm
+    without an intervention. `at_loss` is the held-out loss, in nats, at which values are compared: where the running
+    median of `window` tracked steps first reaches it; without it, the least loss that every run reaches. Runs that are
+    not finished are left out, and `notes` says so.
+
+    Raises RecordError where there is no run, a record cannot be read, an arm has two runs of one seed, or which arm is
+    the baseline is not clear.
+    """
+    if window < 1:
+        raise RecordError(f"a running median over {window} tracked steps is none; expected 1 or more")
+    notes: list[str] = []
+    runs = list(_usable([folders.load(path) for path in folders.find(paths)], notes))
+    if not runs:
+        raise RecordError("no run is finished, or none says what it trained: " + "; ".join(notes))
+    arms = arms_of(runs)
+    chosen = baseline_of(arms, baseline)
+    told = {run.path: _tell(run, window, notes) for run in runs}
+    loss = at_loss if at_loss is not None else _shared_loss(told.values())
+    if loss is None:
+        notes.append(
+            "no record has a held-out loss, so that nothing is compared at one, nor by when it is reached"
+        )
+    pairs = [_pair(arm, chosen, told, loss, notes) for arm in arms if arm is not chosen]
+    return CompareTable(
+        settings={
+            "baseline": chosen.name,
+            "at_loss": loss,
+            "at_loss_from": "given" if at_loss is not None else "the least that every run reaches",
+            "smoothing": f"held-out loss as a running median of {window} tracked steps, centred",
+            "window": window,
+            "layers": "median over layers",
+            "interval": pairing.INTERVAL,
+            "interval_kind": "percentile bootstrap of the mean over seeds",
+            "least_seeds": pairing.LEAST_SEEDS,
+            "resamples": pairing.RESAMPLES,
+            "bootstrap_seed": pairing.BOOTSTRAP_SEED,
+        },
+        arms=[_arm_row(arm, chosen, told) for arm in arms],
+        pairs=pairs,
+        notes=notes,
+        curves=list(_curves(arms, told)),
+    )
+
+
+def _usable(runs: Sequence[Run], notes: list[str]) -> Iterator[Run]:
+    for run in runs:
+        steps = run.experiment.get("steps")
+        if not run.experiment:
+            notes.append(f"left out: {run.path}: its record does not say what was trained (no experiment)")
+        elif run.seed is None:
+            notes.append(f"left out: {run.path}: its experiment has no seed to pair by")
+        elif not run.record.steps:
+            notes.append(f"left out: {run.path}: it has no tracked step yet")
+        elif run.ending not in (*FINISHED, BROKE) and not (run.ending is None and run.last_step == steps):
+            of = f" of {steps}" if steps is not None else ""
+            why = f" ({run.ending})" if run.ending else ""
+            notes.append(
+                f"left out: {run.path}: not finished{why}, its last tracked step is {run.last_step}{of}"
+            )
+        else:
+            yield run
+
+
+def _tell(run: Run, window: int, notes: list[str]) -> _Told:
+    curve = Curve.of(run.record.steps, window)
+    broke = None
+    if run.ending == BROKE:
+        broke = f"it ended at step {run.last_step}: {run.ending}"
+        notes.append(f"{run.path}: {broke}; it has no values at its end, and times count as never")
+    told = _Told(run, curve, broke)
+    if not told.held_out:
+        notes.append(f"{run.path}: its record has no held-out loss")
+    return told
+
+
+def _shared_loss(runs: Iterable[_Told]) -> float | None:
+    """The highest of the least smoothed losses, over runs that did not break: every one of them reaches it."""
+    least = [
+        min(value for value in told.curve.smoothed if value is not None)
+        for told in runs
+        if told.held_out and told.broke is None
+    ]
+    return max(least) if least else None
+
+
+def _pair(
+    arm: Arm, baseline: Arm, told: Mapping[Any, _Told], loss: float | None, notes: list[str]
+) -> dict[str, Any]:
+    mine, theirs = arm.by_seed, baseline.by_seed
+    seeds = [seed for seed in mine if seed in theirs]
+    refused, no_loss = apart(arm, baseline)
+    pair: dict[str, Any] = {
+        "arm": arm.name,
+        "baseline": baseline.name,
+        "seeds": seeds,
+        "only_arm": [seed for seed in mine if seed not in theirs],
+        "only_baseline": [seed for seed in theirs if seed not in mine],
+        "refused": refused,
+        "losses_refused": no_loss,
+        "rows": [],
+    }
+    if refused:
+        notes.append(f"{arm.name} is not paired with {baseline.name}: {refused}")
+        return pair
+    if no_loss:
+        notes.append(f"losses of {arm.name} and {baseline.name} are not compared: {no_loss}")
+    for side, one in (("only_arm", arm), ("only_baseline", baseline)):
+        if pair[side]:
+            other = baseline if one is arm else arm
+            listed = ", ".join(map(str, pair[side]))
+            notes.append(f"seed {listed} of {one.name} has no partner in {other.name}")
+    two = [(seed, told[mine[seed].path], told[theirs[seed].path]) for seed in seeds]
+    lengths = sorted(
+        {(a.run.last_step, b.run.last_step) for _, a, b in two if a.run.last_step != b.run.last_step}
+    )
+    if lengths:
+        listed = ", ".join(f"{a} and {b}" for a, b in lengths)
+        notes.append(
+            f"{arm.name} and {baseline.name} do not end at the same step ({listed}): compare them at one loss"
+        )
+    probes = [s for s, a, b in two if _probe(a) != _probe(b)]
+    if probes:
+        listed = ", ".join(map(str, probes))
+        notes.append(f"{arm.name}: entropy was measured on another probe than the baseline's, seed {listed}")
+    if two:
+        pair["rows"] = list(_rows(two, loss, no_loss))
+    return pair
+
+
+def _rows(two: Sequence[tuple[Any, _Told, _Told]], loss: float | None, no_loss: str | None) -> Iterator[Row]:
+    wanted = [("end", name) for name in MEASURES if not (no_loss and name in _OF_LOSS)]
+    if not no_loss:
+        if loss is not None:
+            wanted += [("at_loss", name) for name in (*MEASURES[2:], *CLOCKS)]
+        wanted += [("to_baseline", name) for name in (*CLOCKS, PUBLISHED)]
+    for at, measure in wanted:
+        rows = [
+            pairing.seed_row(at, measure, seed, *(_value(at, measure, one, b, loss) for one in (a, b)))
+            for seed, a, b in two
+        ]
+        yield from rows
+        yield pairing.mean_row(rows)
+
+
+def _value(at: str, measure: str, told: _Told, baseline: _Told, loss: float | None) -> Value:
+    """What one run has to say; `baseline` is the baseline's run of the same seed, or the run itself."""
+    curve = told.curve
+    if at == "end":
+        if told.broke:
+            return Value(None, told.broke)
+        found = curve.final(measure)
+        return Value(found, None if found is not None else f"{measure} is not in {told.run.path}")
+    if measure == PUBLISHED:
+        losses = [line for i, line in enumerate(curve.values["loss"]) if curve.values["step"][i]]
+        last = baseline.curve.final("loss")
+        if last is None:
+            return Value(None, f"no last training loss in {baseline.run.path}")
+        rule = reach.published_speed_up(losses, last)
+        return Value(
+            rule, None if rule is not None else "never; the published rule prints 100 %", rule is None
+        )
+    if at == "to_baseline" and baseline.broke:
+        return Value(None, f"the baseline has no final loss: {baseline.broke}")
+    target = loss if at == "at_loss" else baseline.curve.final_smoothed
+    if target is None or not told.held_out:
+        lacking = baseline if target is None else told
+        return Value(None, f"no held-out loss in {lacking.run.path}")
+    reached = curve.first_reach(target)
+    if reached is None:
+        return Value(None, f"never reaches {target:.4g} in its {told.run.last_step} steps", never=True)
+    value = reached[measure]
+    return Value(value, None if value is not None else f"{measure} is not defined there")
+
+
+def _arm_row(arm: Arm, baseline: Arm, told: Mapping[Any, _Told]) -> dict[str, Any]:
+    runs = [_run_row(told[run.path]) for run in arm.runs]
+    spreads = {
+        name: pairing.spread([run[name] for run in runs if run[name] is not None]) for name in MEASURES
+    }
+    names = differing(arm.experiment, baseline.experiment)
+    return {
+        "name": arm.name,
+        "baseline": arm is baseline,
+        "interventions": arm.interventions,
+        "differs": {name: arm.experiment.get(name) for name in names},
+        "seeds": [run.seed for run in arm.runs],
+        "runs": runs,
+        "mean": {name: one["mean"] for name, one in spreads.items()},
+        "sd": {name: one["sd"] for name, one in spreads.items()},
+    }
+
+
+def _run_row(told: _Told) -> dict[str, Any]:
+    ended = {name: None if told.broke else told.curve.final(name) for name in MEASURES}
+    clocks = {name: told.curve.final(name) for name in CLOCKS}
+    return {
+        "seed": told.run.seed,
+        "path": str(told.run.path),
+        "ending": told.run.ending or "finished",
+        **clocks,
+        **ended,
+    }
+
+
+def _curves(arms: Sequence[Arm], told: Mapping[Any, _Told]) -> Iterator[Row]:
+    for arm in arms:
+        for run in arm.runs:
+            curve = told[run.path].curve
+            for i in range(len(curve)):
+                yield {
+                    "arm": arm.name,
+                    "seed": run.seed,
+                    "smoothed": curve.smoothed[i],
+                    **{name: column[i] for name, column in curve.values.items()},
+                }
+
+
+def _probe(told: _Told) -> Any:
+    return (told.run.record.start.get("probe") or {}).get("sha256")

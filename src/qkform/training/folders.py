@@ -1,0 +1,89 @@
+"""The runs under some paths: their records, how each ended, and what its experiment says, flat."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qkform.errors import RecordError
+from qkform.runs import NAME, RunRecord
+
+FINISHED = ("finished", "stop_at_loss")  # reasons in the `end` event of a run that did what it was asked
+BROKE = "nan"  # of one that came to its end all the same: its loss is no number any more
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: where it is, its record, and its experiment with dotted names: {"model.hidden_size": 128, ...}."""
+
+    path: Path
+    record: RunRecord
+    experiment: Mapping[str, Any]
+
+    @property
+    def seed(self) -> Any:
+        return self.experiment.get("seed")
+
+    @property
+    def ending(self) -> str | None:
+        """The reason of the last `end` event; None for a run that has none, killed or still going."""
+        return None if self.record.end is None else str(self.record.end.get("reason"))
+
+    @property
+    def last_step(self) -> int | None:
+        return int(self.record.steps[-1]["step"]) if self.record.steps else None
+
+
+def find(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """The folders that hold a record, under each path or the path itself, each once, in order.
+
+    Hidden folders are not looked into, nor are the folders of a run. Raises RecordError where a path is not there, or
+    holds no run.
+    """
+    found: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if path.is_file() and path.name == NAME:
+            path = path.parent
+        if not path.is_dir():
+            raise RecordError(f"{path} is not there; name a run folder, or a folder of run folders")
+        here = list(_under(path))
+        if not here:
+            raise RecordError(
+                f"there is no {NAME} in {path} or below; name a run folder, or a folder of them"
+            )
+        for folder in here:
+            found.setdefault(folder.resolve(), folder)
+    return list(found.values())
+
+
+def load(folder: Path) -> Run:
+    """The run in a folder. Raises RecordError, which names the file, where its record cannot be read."""
+    record = RunRecord.load(folder)
+    return Run(folder, record, flat(record.start.get("experiment") or {}))
+
+
+def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}; a mapping of nothing is not there."""
+    out: dict[str, Any] = {}
+    for name, value in nested.items():
+        if isinstance(value, Mapping):
+            out |= flat(value, f"{prefix}{name}.")
+        else:
+            out[f"{prefix}{name}"] = value
+    return out
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """The names of flat fields in which two experiments differ; one that is absent counts as null."""
+    return [name for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
+
+
+def _under(path: Path) -> Iterator[Path]:
+    for folder, inside, files in os.walk(path, followlinks=True):
+        if NAME in files:
+            inside.clear()
+            yield Path(folder)
+        inside[:] = sorted(name for name in inside if not name.startswith("."))

@@ -1,0 +1,277 @@
+"""`run`: train one experiment in one folder, from the beginning or from its newest checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qkform.errors import MissingExtra, QKFormError, TrainingError
+from qkform.training import checkpoints, folder
+from qkform.training.checkpoints import Checkpoint
+from qkform.training.experiment import Experiment
+from qkform.training.saving import load_weights_, save_model
+
+if TYPE_CHECKING:
+    from qkform.training.watch import Progress
+
+PLATEAU = (
+    0.35  # nats around the unigram entropy in which a model has learnt frequencies and nothing of context
+)
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a run ended.
+
+    reason     "finished", or "stop_at_loss"
+    held_out   last held-out loss, nats
+    unigram    loss of the held-out tokens if each were guessed by its frequency in training, nats
+    plateau    the held-out loss was never below unigram - 0.35 nats: attention had nothing to learn from yet
+    """
+
+    folder: Path
+    step: int
+    reason: str
+    held_out: float
+    unigram: float
+    plateau: bool
+
+
+def run(
+    experiment: Experiment,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    say: Say | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Finished:
+    """Train an experiment in the folder `out`: `model/`, `record.jsonl`, `checkpoints/`, `experiment.yaml`.
+
+    resume     go on from the newest checkpoint: with the same versions and number of threads on a CPU, the final
+               weights and the record are those of a run that was never broken
+    say        called with messages for a person, on the first process
+    progress   called with `Progress` after every step, on the first process
+
+    Under torchrun every process calls it. The first Ctrl-C (or SIGTERM) saves a checkpoint after the step that runs and
+    raises KeyboardInterrupt; a second one raises it at once.
+
+    TrainingError, ExperimentError and the errors of the data name what was found and what would work; whatever
+    happens, what was saved stays whole.
+    """
+    args = _arguments(experiment, Path(out))
+    first = args.process_index == 0
+    quiet: Say = lambda _: None  # noqa: E731
+    tell = say if say is not None and first else quiet
+    where = Path(out)
+    with ExitStack() as held:
+
+        def claim() -> Checkpoint | None:
+            held.enter_context(folder.held(where))
+            return folder.claim(where, experiment, resume)
+
+        point = _agreed(args, claim)
+        with _stopping() as asked:
+            return _trained(experiment, where, args, point, resume, asked, tell, progress if first else None)
+
+
+def _arguments(experiment: Experiment, out: Path) -> Any:
+    try:
+        import accelerate  # type: ignore[import-untyped]  # noqa: F401
+        import transformers  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            f"training needs {error.name}, which is not installed: pip install 'qkform[train]'"
+        ) from None
+    from qkform.training.engine import arguments
+
+    return arguments(experiment, str(out))
+
+
+def _agreed(args: Any, decide: Callable[[], Any]) -> Any:
+    """What the first process decides, on all of them; its error too."""
+    if args.world_size == 1:
+        return decide()
+    import torch
+
+    said: list[Any] = [None, None]
+    if args.process_index == 0:
+        try:
+            said[0] = decide()
+        except QKFormError as error:
+            said[1] = error
+    torch.distributed.broadcast_object_list(said)
+    if said[1] is not None:
+        raise said[1]
+    return said[0]
+
+
+@contextmanager
+def _stopping() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C or SIGTERM came meanwhile; a second one interrupts at once."""
+    came: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if came:
+            raise KeyboardInterrupt
+        came.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(came)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _trained(
+    experiment: Experiment,
+    out: Path,
+    args: Any,
+    point: Checkpoint | None,
+    resume: bool,
+    asked_to_stop: Callable[[], bool],
+    tell: Say,
+    progress: Callable[[Progress], None] | None,
+) -> Finished:
+    from qkform.dynamics.environment import changed, environment
+    from qkform.training.models import build_model
+
+    tokenizer, batches = _data(experiment, tell)
+    unigram = batches.tokens.unigram(experiment.objective).held_out
+    tell(
+        f"{batches.tokens.info['n_tokens']:,} tokens of training text; guessing each by its frequency has a held-out "
+        f"loss of {unigram:.3f} nats, the unigram entropy"
+    )
+    if point is not None and point.facts["data"] != batches.tokens.key:
+        raise TrainingError(
+            f"data: {', '.join(experiment.data)} is not the text that the run in {out} began with; put that back, or "
+            "begin in another folder"
+        )
+    model = build_model(experiment, tokenizer)
+    now = environment(model)
+    facts = {"experiment": experiment.to_dict(), "environment": now, "data": batches.tokens.key}
+    batches.tokens.check_vocabulary(model.config.vocab_size, experiment.model)
+    if point is None:
+        if resume:
+            tell(f"{out} was left before its first checkpoint; beginning anew")
+    else:
+        load_weights_(model, point.path)
+        if point.facts["reason"] in ("finished", "stop_at_loss"):
+            tell(f"the run in {out} has ended already, at step {point.step}")
+            if args.process_index == 0 and not (out / folder.MODEL).exists():
+                _save(model, tokenizer, out)
+            return _finished(out, point.step, point.facts["reason"], point.facts, unigram, tell)
+        if (difference := changed(point.facts["environment"], now)) is not None:
+            tell(f"not exact: {difference}; going on from step {point.step}, as near as that allows")
+    if args.process_index == 0:
+        folder.begin(out, experiment, point)
+    watch = _watch(
+        experiment, out, args, point, model, tokenizer, batches, facts, unigram, asked_to_stop, progress
+    )
+    try:
+        watch.engine.train(resume_from_checkpoint=str(point.path) if point else None)
+        whole = watch.engine.whole_model()
+    except BaseException as error:
+        watch.broke(error)
+        raise
+    step = watch.engine.state.global_step
+    if watch.reason == "interrupted":
+        watch.broke(KeyboardInterrupt())
+        raise KeyboardInterrupt
+    watch.tracker.close(watch.reason)
+    if whole is not None:
+        _save(whole, tokenizer, out)
+    return _finished(out, step, watch.reason or "finished", watch.facts_of_loss(), unigram, tell)
+
+
+def _data(experiment: Experiment, tell: Say) -> tuple[Any, Any]:
+    """The tokenizer and the batches of an experiment."""
+    from qkform.training import data, objectives
+
+    named = experiment.data[0] if len(experiment.data) == 1 else list(experiment.data)
+    corpus = data.corpus(
+        named,
+        field=experiment.text_field,
+        split=experiment.split,
+        config=experiment.dataset_config,
+        revision=experiment.revision,
+        on_error=experiment.on_error,
+        on_progress=tell,
+    )
+    if experiment.tokenizer is None:
+        tokenizer = data.tokenizer("trained", corpus, vocab_size=experiment.vocabulary)
+    else:
+        tokenizer = data.tokenizer(experiment.tokenizer)
+    tokens = data.prepare(corpus, tokenizer, seq_len=experiment.seq_len, on_progress=tell)
+    objective = objectives.objective(experiment.objective, tokenizer, mask_rate=experiment.mask_rate)
+    return tokenizer, data.Batches(tokens, objective, seed=experiment.seed, batch=experiment.batch_size)
+
+
+def _watch(
+    experiment: Experiment,
+    out: Path,
+    args: Any,
+    point: Checkpoint | None,
+    model: Any,
+    tokenizer: Any,
+    batches: Any,
+    facts: dict[str, Any],
+    unigram: float,
+    asked_to_stop: Callable[[], bool],
+    progress: Callable[[Progress], None] | None,
+) -> Any:
+    """Engine and tracker, and what ties them together."""
+    from qkform.dynamics import Tracker
+    from qkform.training.engine import Engine
+    from qkform.training.watch import Watch
+
+    engine = Engine(experiment, model, batches, args)
+    tracker = Tracker(
+        engine.model,
+        every=experiment.track_every,
+        path=out / folder.RECORD,
+        probe=next(batches.held_out(batch=min(experiment.batch_size, 64))),
+        experiment=experiment.to_dict(),
+        conflict=experiment.conflict,
+        resume=point.step if point else None,
+    )
+    data = {
+        "key": batches.tokens.key,
+        "tokens": batches.tokens.info["n_tokens"],
+        "sequences": batches.tokens.info["n_sequences"],
+        "held_out_sequences": min(batches.tokens.info["held_out_sequences"], experiment.held_out),
+        "vocabulary": len(tokenizer),
+        "skipped": batches.tokens.info.get("skipped", {}),
+        "unigram": unigram,
+    }
+    watch = Watch(engine, tracker, out, facts, data, tokenizer, asked_to_stop, progress)
+    if point is not None:
+        tracker.load_state_dict(point.facts["tracker"])
+        watch.held_out, watch.best = point.facts["held_out"], point.facts["best"]
+    engine.add_callback(watch)
+    return watch
+
+
+def _save(model: Any, tokenizer: Any, out: Path) -> None:
+    with checkpoints.written(out, folder.MODEL) as aside:
+        save_model(model, tokenizer, aside)
+
+
+def _finished(out: Path, step: int, reason: str, facts: Any, unigram: float, tell: Say) -> Finished:
+    plateau = facts["best"] is None or facts["best"] > unigram - PLATEAU
+    if plateau:
+        tell(
+            f"warning: this run never left the unigram plateau: its lowest held-out loss, {facts['best']:.3f} nats, is "
+            f"not {PLATEAU} below the unigram entropy, {unigram:.3f}; attention has learnt nothing yet, and what its "
+            "form became says nothing about language"
+        )
+    return Finished(out, step, reason, facts["held_out"], unigram, plateau)

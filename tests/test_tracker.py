@@ -1,0 +1,199 @@
+"""The tracker in a plain loop: what it records is what is there, and training does not notice."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+import qkform as qk
+from qkform.dynamics import Tracker, conflict, sharpness
+from qkform.dynamics.capture import observe
+from qkform.errors import DynamicsError, RecordError
+from qkform.form.null import null_variance
+from qkform.runs import RunRecord
+
+SIZES = {
+    "vocab_size": 29,
+    "hidden_size": 12,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "intermediate_size": 17,
+    "max_position_embeddings": 16,
+}
+
+
+def bert(seed=0, dropout=0.1):
+    torch.manual_seed(seed)
+    return BertForMaskedLM(
+        BertConfig(**SIZES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    )
+
+
+def batch_of(seed, sequences=3, length=7):
+    ids = torch.randint(29, (sequences, length), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    mask[0, 5:] = 0
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.roll(1, 1).masked_fill(mask == 0, -100),
+    }
+
+
+def train(model, steps, tracker=None, optimizer=None, first=1):
+    """A plain loop; the batches are a function of the step."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if optimizer is None else optimizer
+    if tracker is not None and first == 1:
+        tracker.step(0, optimizer=optimizer)
+    for step in range(first, steps + 1):
+        batch = batch_of(step)
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if tracker is not None:
+            tracker.step(step, loss=loss, optimizer=optimizer, batch=batch)
+    return optimizer
+
+
+def without_clock(steps):
+    return [{k: v for k, v in s.items() if "seconds" not in k and "per_second" not in k} for s in steps]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "record.jsonl"
+
+
+def test_a_line_holds_what_scan_and_attention_say(path):
+    model = bert()
+    probe = batch_of(99)
+    with Tracker(model, every=2, path=path, probe=probe, experiment={"seed": 0}) as tracker:
+        train(model, 3, tracker)
+    record = RunRecord.load(path)
+    assert [step["step"] for step in record.steps] == [0, 2, 3]
+    assert record.end["reason"] == "finished"
+    assert record.start["model"] == {"class": "BertForMaskedLM", "model_type": "bert"}
+    scanned = qk.scan(model).models[0]
+    for i, row in enumerate(record.steps[-1]["layers"]):
+        whole, heads = scanned.layers[i], [h for h in scanned.heads if h["layer"] == i]
+        for name in ("symmetry", "symmetry_z", "directionality", "norm"):
+            assert row[name] == whole[name]
+            assert row["heads"][name] == [h[name] for h in heads]
+        assert row["null_sd"] == null_variance(12, whole["effective_rank"]) ** 0.5
+    watched = observe(model, probe)
+    for row, each in zip(record.steps[-1]["layers"], watched, strict=True):
+        (_, _, weights, open_), *_ = each.calls[0].weights()
+        asking = probe["attention_mask"].bool()[:, None, :, None]
+        expected = sharpness(weights, open_ & asking)
+        for name in ("entropy", "normalised_entropy", "largest"):
+            heads = np.nanmean(getattr(expected, name).numpy(), (0, 2))
+            np.testing.assert_allclose(row["heads"][name], heads, rtol=1e-6)
+            np.testing.assert_allclose(row[name], heads.mean(), rtol=1e-6)
+
+
+def test_training_does_not_notice(path):
+    plain, tracked = bert(), bert()
+    torch.manual_seed(1)
+    train(plain, 5)
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    with Tracker(tracked, every=1, path=path, probe=batch_of(99), conflict=2) as tracker:
+        train(tracked, 5, tracker)
+    assert torch.equal(drawn, torch.rand(3))
+    for a, b in zip(plain.parameters(), tracked.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert b.grad is None
+    assert tracked.training
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in tracked.modules())
+
+
+def test_loss_tokens_and_rates(path):
+    model = bert(dropout=0.0)
+    optimizer = torch.optim.SGD(
+        [
+            {"params": list(model.bert.parameters()), "lr": 0.1, "name": "body"},
+            {"params": model.cls.predictions.transform.parameters(), "lr": 0.3},
+        ]
+    )
+    with Tracker(model, every=2, path=path) as tracker:
+        train(model, 4, tracker, optimizer)
+    steps = RunRecord.load(path).steps
+    assert [step["tokens"] for step in steps] == [0, 2 * 19, 4 * 19]
+    assert steps[0]["loss"] is None
+    assert steps[0]["layers"][0]["entropy"] is None
+    assert [step["rates"] for step in steps] == [{"body": 0.1, "1": 0.3}] * 3
+    again = bert(dropout=0.0)
+    optimizer = torch.optim.SGD(
+        [
+            {"params": list(again.bert.parameters()), "lr": 0.1},
+            {"params": again.cls.predictions.transform.parameters(), "lr": 0.3},
+        ]
+    )
+    train(again, 1, optimizer=optimizer)
+    assert steps[1]["loss"] == again(**batch_of(2)).loss.item()
+
+
+def test_conflict_is_that_of_the_probe(path):
+    model = bert()
+    with Tracker(model, path=path, probe=batch_of(99), conflict=3) as tracker:
+        tracker.step(0)
+    found = conflict(model, batch_of(99), permutations=3)
+    for row, each in zip(RunRecord.load(path).steps[0]["layers"], found, strict=True):
+        assert row["conflict"] == {
+            "cosine": each.cosine.tolist(),
+            "null_mean": each.null_cosine.tolist(),
+            "null_sd": each.null_spread.tolist(),
+            "excess": each.excess.tolist(),
+            "share": each.share.tolist(),
+        }
+
+
+def test_a_resumed_run_has_the_record_of_an_unbroken_one(path, tmp_path):
+    whole = bert()
+    torch.manual_seed(1)
+    with Tracker(whole, every=2, path=path, probe=batch_of(99)) as tracker:
+        train(whole, 6, tracker)
+    model, broken = bert(), tmp_path / "broken.jsonl"
+    torch.manual_seed(1)
+    tracker = Tracker(model, every=2, path=broken, probe=batch_of(99))
+    optimizer = train(model, 3, tracker)
+    parts = (model.state_dict(), optimizer.state_dict(), torch.get_rng_state(), tracker.state_dict())
+    kept = copy.deepcopy(parts)
+    train(model, 5, tracker, optimizer, first=4)
+    tracker.abandon()
+    model = bert(1)
+    model.load_state_dict(kept[0])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer.load_state_dict(kept[1])
+    torch.set_rng_state(kept[2])
+    with pytest.raises(RecordError, match="holds a run already, up to step 4; resume it"):
+        Tracker(model, every=2, path=broken).step(4)
+    with Tracker(model, every=2, path=broken, resume=3) as tracker:
+        tracker.load_state_dict(kept[3])
+        train(model, 6, tracker, optimizer, first=4)
+    one, other = RunRecord.load(path), RunRecord.load(broken)
+    assert without_clock(one.steps) == without_clock(other.steps)
+    assert one.start["layers"] == other.start["layers"]
+    (event, _) = other.events
+    assert event["step"] == 3
+    assert event["exact"] is True
+    seconds = other.series("seconds")[1]
+    assert seconds == sorted(seconds)
+
+
+def test_requests_that_make_no_sense(path, tmp_path):
+    with pytest.raises(DynamicsError, match="every is 0; it is a number of steps"):
+        Tracker(bert(), every=0, path=path)
+    with pytest.raises(RecordError, match="it is a folder; name a file in it"):
+        Tracker(bert(), path=tmp_path)
+    with pytest.raises(DynamicsError, match="no self-attention"):
+        Tracker(torch.nn.Linear(3, 3), path=path).step(0)
+    with pytest.raises(DynamicsError, match="the probe has no labels"):
+        Tracker(bert(), path=path, probe={"input_ids": torch.ones(1, 3, dtype=torch.long)}, conflict=True)
+    assert not path.exists()
