@@ -11,9 +11,10 @@ from torch import nn
 
 from qkform.errors import QKFormError, SurgeryError
 from qkform.plain import plain_table
-from qkform.sites import Sites, find, open_live
+from qkform.sites import Sites, open_live
 from qkform.sites.parameters import clean, unwrapped
 from qkform.surgery.circuits import CIRCUITS, Circuit, circuits, fused, has_collapsed
+from qkform.surgery.root import understood
 from qkform.surgery.split import parts, split_
 
 # What transformers' Trainer does not decay: biases and norms (Trainer.get_decay_parameter_names), and the biases
@@ -131,11 +132,11 @@ def describe_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> li
 def _sites(model: nn.Module, needed: bool) -> Sites:
     """The attentions of the model; none where none is understood and none is needed."""
     try:
-        found = find(model)
+        found = understood(model)
     except QKFormError as error:
         if not needed:
             return Sites(())
-        raise SurgeryError(f"the attentions of the model are not understood: {error}") from error
+        raise SurgeryError(f"{error}; or let the optimizer take model.parameters() as they are") from error
     if not found and needed:
         reasons = "; ".join(f"{s['module']}: {s['reason']}" for s in found.skipped[:3])
         raise SurgeryError(

@@ -9,7 +9,6 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from qkform import sites
 from qkform.errors import SurgeryError
 from qkform.form.rotary import Rotary
 from qkform.plain import plain_table
@@ -19,6 +18,7 @@ from qkform.surgery import record
 from qkform.surgery.arms import ARMS
 from qkform.surgery.circuits import has_collapsed
 from qkform.surgery.rebuilt import REBUILT
+from qkform.surgery.root import understood
 from qkform.surgery.symmetric_start import Plan, Start, planned
 
 
@@ -151,7 +151,7 @@ def _check_order(model: Any) -> None:
 
 def _chosen(model: Any) -> tuple[list[Site], tuple[Mapping[str, str], ...]]:
     """The self-attentions to change, and what is left alone with the reason."""
-    found = sites.find(model)
+    found = understood(model)
     left = list(found.skipped)
     chosen: list[Site] = []
     for site in found:
