@@ -84,14 +84,17 @@ class Measures:
             row["conflict"] = against.get(row["module"])
         return rows
 
-    def take_part(self, batch: Mapping[str, Any] | None, *, permutations: int | None) -> None:
-        """What other processes do while the first one asks for `rows` of a sharded model."""
+    def take_part(
+        self, batch: Mapping[str, Any] | None = None, *, permutations: int | None = None
+    ) -> list[dict[str, Any]]:
+        """What other processes do while the first one asks for `rows` of a sharded model; they have none."""
         for _ in self._read():
             pass
         if batch is not None:
             observe(self.live.root, batch)
         if batch is not None and permutations is not None:
             capture(self.live.root, batch)
+        return []
 
     def _read(self) -> Iterator[AttentionLayer]:
         """The layers with their weights, which live no longer than the caller keeps a layer."""

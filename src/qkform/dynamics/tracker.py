@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from qkform.dynamics.measures import Measures
 from qkform.dynamics.probe import Probe, place
 from qkform.dynamics.processes import by_first, is_first, is_sharded, resharded, total, world_size
 from qkform.dynamics.tracker_events import TrainerEvents
-from qkform.errors import DynamicsError, RecordError
+from qkform.errors import DynamicsError, QKFormError, RecordError
 from qkform.runs import NAME, RunRecord, RunWriter
 
 PERMUTATIONS = 20  # draws of the null of conflict, where it is asked for without a number
@@ -90,7 +91,8 @@ class Tracker(TrainerEvents):
         self._probe = None if probe is None else Probe(probe)
         if self.conflict is not None and self._probe is not None and not self._probe.has_labels:
             raise DynamicsError("conflict needs a loss, and the probe has no labels; add them to it")
-        self._started = self._resumed_line = False
+        self._started = self._resumed_line = self._probe_by_default = False
+        self._unmeasured: str | None = None  # why attention is not, though the Trainer gave a probe
         self._writer: RunWriter | None = None  # of the first process
         self._measures: Measures | None = None  # None: not begun
         self._loaded: Mapping[str, Any] | None = None
@@ -107,6 +109,7 @@ class Tracker(TrainerEvents):
         held_out: HeldOut = None,
         tokens: int | None = None,
         batch: Mapping[str, Any] | None = None,
+        last: bool = False,
     ) -> None:
         """A step is done: note its tokens, and where it is tracked write its line. Of several processes each calls it.
 
@@ -117,6 +120,7 @@ class Tracker(TrainerEvents):
                    step, which sets the next rate
         held_out   the held-out loss, or a function that computes it; called where the step is tracked
         tokens     that this process has seen in this step; or batch, in which those that are no padding are counted
+        last       whether training ends here: the line is written at once, before a last checkpoint, not by `close`
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise DynamicsError(f"step is {step!r}; it is the number of steps done, 0 or more")
@@ -128,7 +132,7 @@ class Tracker(TrainerEvents):
             self.ledger.add(tokens)
         held_out = self.held_out if held_out is None else held_out
         loss = loss.detach() if isinstance(loss, Tensor) else loss
-        if step % self.every:
+        if step % self.every and not last:
             self._last = {"step": step, "loss": loss, "rates": rates(optimizer), "held_out": held_out}
             return
         self._last = None
@@ -248,6 +252,8 @@ class Tracker(TrainerEvents):
                 "probe": None if self._probe is None else self._probe.about,
             }
         )
+        if self._unmeasured is not None:
+            self._writer.event("unmeasured", step=self._first_step, reason=self._unmeasured)
 
     def _track(self, step: int, *, loss: Any, rates: Mapping[str, Any], held_out: HeldOut) -> None:
         """Measure, and write the line."""
@@ -284,20 +290,19 @@ class Tracker(TrainerEvents):
             labels = self.conflict is not None or measures.is_encoder_decoder  # whose decoder reads them
             batch = self._probe.batch(measures.device, labels=labels)
         first, self._first_rows = self._first_rows, False
+        measure = measures.rows if is_first() else measures.take_part
         try:
-            if is_first():
-                return measures.rows(batch, permutations=self.conflict)
-            measures.take_part(batch, permutations=self.conflict)
-            return []
-        except DynamicsError:
-            raise
+            return measure(batch, permutations=self.conflict)
         except Exception as error:  # a model may raise anything
             if batch is None or not first:
                 raise
-            raise DynamicsError(
-                f"the model cannot be called with the probe, which has {', '.join(batch)}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            problem = _problem(error, batch)
+            if not self._probe_by_default:
+                raise problem from error
+            self._unmeasured = str(problem)
+            warnings.warn(f"the record has no attention weights: {problem}", UserWarning, stacklevel=2)
+            self._probe = None
+            return measure(None, permutations=None)
         finally:
             if sharded:
                 resharded(measures.live.root)
@@ -323,6 +328,15 @@ class Resumed(NamedTuple):
 
     probe: Probe | None
     last: dict[str, Any] | None
+
+
+def _problem(error: Exception, batch: Mapping[str, Any]) -> QKFormError:
+    """What is wrong with the first measurement on a probe, in words."""
+    if isinstance(error, QKFormError):
+        return error
+    return DynamicsError(
+        f"the model cannot be called with the probe, which has {', '.join(batch)}: {type(error).__name__}: {error}"
+    )
 
 
 def kept_probe(path: Path, record: RunRecord, given: Probe | None) -> Probe | None:
