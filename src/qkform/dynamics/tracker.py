@@ -198,6 +198,7 @@ class Tracker(TrainerEvents):
         with self.ledger.own():
             self._measures = measures = Measures(model)
             self._started, self._first_step, self._first_rows = resume is not None, step, True
+            self._resumed_line, self._unmeasured = False, None
             found = by_first(lambda: self._opened(resume, measures), measures.device)
             if found is None:
                 return

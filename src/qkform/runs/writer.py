@@ -42,7 +42,7 @@ class RunWriter:
         file = Path(path)
         handle = _opened(file, os.O_CREAT)
         try:
-            lines, begin = read_lines(file), os.pread(handle, len(_BEGIN), 0)
+            lines, begin = read_lines(file), file.read_bytes()[: len(_BEGIN)]
             if any(_is_step(line) for line in lines) or not _BEGIN.startswith(begin):
                 raise RecordError(_taken(file, lines))
             os.ftruncate(handle, 0)  # what a kill left before the first step
