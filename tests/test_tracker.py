@@ -294,3 +294,18 @@ def test_steps_that_come_in_the_wrong_order(path):
     assert record.series("loss")[0] == [0, 2, 3]
     assert [event["event"] for event in record.events] == ["note", "end"]
     assert record.end["reason"] == "stop_at_loss"
+
+
+def test_held_out_losses_are_computed_where_they_are_recorded(path):
+    seen = []
+    with Tracker(bert(), every=2, path=path, held_out=lambda: seen.append(1) or 2.5 + len(seen)) as tracker:
+        train(bert(), 3, tracker)
+    assert RunRecord.load(path).series("held_out") == ([0, 2, 3], [3.5, 4.5, 5.5])
+    with pytest.raises(DynamicsError, match="held_out is True; that is for a Trainer"):
+        Tracker(bert(), path=path.with_name("a.jsonl"), held_out=True).step(0)
+    with (
+        pytest.raises(DynamicsError, match="conflict is measured on a probe"),
+        Tracker(bert(), path=path.with_name("b.jsonl"), conflict=True) as tracker,
+    ):
+        tracker.step(0)
+    assert not path.with_name("b.jsonl").exists()

@@ -111,11 +111,11 @@ def unbroken(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "half", "counts"),
     [  # a new run writes its first line, five steps and the end; a resumed one its cut record first
-        ("write", False, (1, 2, 5, 1, 3, 2, 99)),
+        pytest.param("write", False, (1, 2, 5, 1, 3, 2, 99), marks=pytest.mark.slow),
         ("write", True, (1, 2, 5, 1, 3, 2, 99)),
-        ("write", None, (1, 2, 5, 1, 3, 2, 99)),
-        ("fsync", None, (1, 3, 6, 2, 1, 99)),
-        ("replace", False, (1, 1, 2, 99)),
+        pytest.param("write", None, (1, 2, 5, 1, 3, 2, 99), marks=pytest.mark.slow),
+        pytest.param("fsync", None, (1, 3, 6, 2, 1, 99), marks=pytest.mark.slow),
+        pytest.param("replace", False, (1, 1, 2, 99), marks=pytest.mark.slow),
         ("replace", None, (1, 2, 1, 2, 99)),
     ],
 )

@@ -118,7 +118,8 @@ class Tracker(TrainerEvents):
                    processes is recorded
         optimizer  whose rates are recorded, by the `name` of each group, else its number. Call before the scheduler's
                    step, which sets the next rate
-        held_out   the held-out loss, or a function that computes it; called where the step is tracked
+        held_out   the held-out loss, or a function that computes it, called where the step is tracked; of several
+                   processes the first one's is recorded
         tokens     that this process has seen in this step; or batch, in which those that are no padding are counted
         last       whether training ends here: the line is written at once, before a last checkpoint, not by `close`
         """
@@ -131,6 +132,11 @@ class Tracker(TrainerEvents):
         if tokens is not None:
             self.ledger.add(tokens)
         held_out = self.held_out if held_out is None else held_out
+        if isinstance(held_out, bool):
+            raise DynamicsError(
+                f"held_out is {held_out}; that is for a Trainer: in a loop of your own it is a number, or a function "
+                "that returns one"
+            )
         loss = loss.detach() if isinstance(loss, Tensor) else loss
         if step % self.every and not last:
             self._last = {"step": step, "loss": loss, "rates": rates(optimizer), "held_out": held_out}
@@ -196,10 +202,11 @@ class Tracker(TrainerEvents):
             raise DynamicsError(f"the tracker resumes after step {resume}, and step {step} comes before it")
         self.ledger.begin()
         with self.ledger.own():
-            self._measures = measures = Measures(model)
+            measures = Measures(model)
             self._started, self._first_step, self._first_rows = resume is not None, step, True
             self._resumed_line, self._unmeasured = False, None
             found = by_first(lambda: self._opened(resume, measures), measures.device)
+            self._measures = measures
             if found is None:
                 return
             if found.probe is not None:
@@ -238,6 +245,10 @@ class Tracker(TrainerEvents):
             return
         self._started = True
         measures = self._measures
+        if self.conflict is not None and self._probe is None and self._unmeasured is None:
+            raise DynamicsError(
+                "conflict is measured on a probe, a batch with labels, and there is none; give probe="
+            )
         if self._writer is None or measures is None:
             return
         if self._probe is not None:
@@ -268,7 +279,7 @@ class Tracker(TrainerEvents):
         self.ledger.settle(self._device)
         with self.ledger.own():
             layers = self._rows()
-            self._start()
+            self._start()  # after the first measurement, which may show that the probe is of no use
         return {
             "step": step,
             "loss": None,
