@@ -9,6 +9,7 @@ about twice its singular value. For small models: a collapsed head has d_model^2
 from __future__ import annotations
 
 import math
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -211,24 +212,24 @@ class CircuitAttention(nn.Module):  # type: ignore[misc]
         batch, n, m, h = len(x), x.shape[1], y.shape[1], self.n_heads
         added = []
         if padding is not None:
-            _refuse_mask("key_padding_mask", padding, [(batch, m), (m,)] if batch == 1 else [(batch, m)])
+            refuse_mask("key_padding_mask", padding, [(batch, m), (m,)] if batch == 1 else [(batch, m)])
         if mask is not None:
             per_head = [(b, each, n, m) for b in (1, batch) for each in (1, h)]
-            _refuse_mask("attn_mask", mask, [(n, m), (batch * h, n, m), *per_head])
+            refuse_mask("attn_mask", mask, [(n, m), (batch * h, n, m), *per_head])
             mask = mask.view(-1, self.n_heads, n, m) if mask.ndim == 3 else mask
-            added.append(_additive(mask, x.dtype))
+            added.append(additive(mask, x.dtype).to(x.dtype))
         if padding is not None:
-            added.append(_additive(padding.reshape(-1, 1, 1, m), x.dtype))
+            added.append(additive(padding.reshape(-1, 1, 1, m), x.dtype).to(x.dtype))
         if self.causal or (is_causal and mask is None):
             future = torch.ones(n, m, dtype=torch.bool, device=x.device).triu(1 + m - n)
-            added.append(_additive(future, x.dtype))
+            added.append(additive(future, x.dtype))
         return None if not added else sum(added[1:], added[0])
 
     def extra_repr(self) -> str:
         return f"{self.d_model}, {self.n_heads}, qk={self.qk!r}, ov={self.ov!r}, d_head={self.d_head}"
 
 
-def _refuse_mask(name: str, mask: torch.Tensor, shapes: list[tuple[int, ...]]) -> None:
+def refuse_mask(name: str, mask: torch.Tensor, shapes: list[tuple[int, ...]]) -> None:
     """AttentionError for a mask that is neither bool nor added, or has none of the shapes."""
     if tuple(mask.shape) not in shapes:
         raise AttentionError(
@@ -238,10 +239,42 @@ def _refuse_mask(name: str, mask: torch.Tensor, shapes: list[tuple[int, ...]]) -
         raise AttentionError(f"{name} holds {mask.dtype}; expected bool or a floating type")
 
 
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to scores for a mask as torch's modules have it, True for what is hidden; floats as they are."""
     if mask.dtype != torch.bool:
-        return mask.to(dtype)
+        return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
+
+
+def beside(path: str, place: str) -> tuple[int, tuple[str, ...]]:
+    """A path as seen from another: how far up, and from there down.
+
+    >>> beside("layer.0.attention.self", "layer.0.attention.output.dense")
+    (1, ('output', 'dense'))
+    """
+    here, there = _words(path), _words(place)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(here, there, strict=False)))
+    return len(here) - same, tuple(there[same:])
+
+
+def projections(module: Any, path: str) -> dict[str, str]:
+    """Where the projections of a Hugging Face attention that was collapsed are, in a model that has it at `path`.
+
+    That may be a part or a whole of the model that was collapsed. SurgeryError where they are outside of it.
+    """
+    here, found = _words(path), {}
+    for side, (up, down) in getattr(module, STOCK)["places"].items():
+        if up > len(here):
+            raise SurgeryError(
+                f"{path or 'the attention'} was collapsed together with {'.'.join(down)}, which is not in what was "
+                "given; give the part of the model that has both"
+            )
+        found[side] = ".".join([*here[: len(here) - up], *down])
+    return found
+
+
+def _words(path: str) -> list[str]:
+    return path.split(".") if path else []
 
 
 def balanced(product: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, float]:

@@ -9,21 +9,26 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from qkform import sites
 from qkform.errors import SurgeryError
 from qkform.form.rotary import Rotary
+from qkform.plain import plain_table
 from qkform.sites import Site
 from qkform.sites.parameters import is_module, unwrapped
 from qkform.surgery import record
 from qkform.surgery.arms import ARMS
 from qkform.surgery.circuits import has_collapsed
 from qkform.surgery.rebuilt import REBUILT
+from qkform.surgery.root import understood
 from qkform.surgery.symmetric_start import Plan, Start, planned
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Starts(Sequence[Start]):
-    """One `Start` per self-attention, in order, and `left`: {"module", "reason"} of what was not changed."""
+    """One `Start` per self-attention, in order, and `left`: {"module", "reason"} of what was not changed.
+
+    Printed as a table: the symmetry of each layer beside what was promised (of the control: its mean and standard
+    deviation by chance), the norm of W and how many times that of before it is.
+    """
 
     found: tuple[Start, ...]
     left: tuple[Mapping[str, str], ...] = ()
@@ -40,6 +45,15 @@ class Starts(Sequence[Start]):
 
     def __iter__(self) -> Iterator[Start]:
         return iter(self.found)
+
+    def __repr__(self) -> str:
+        rows = [
+            {**vars(start), "times_before": start.norm / start.norm_before if start.norm_before else None}
+            for start in self.found
+        ]
+        left = [f"left as it is: {entry['module']}: {entry['reason']}" for entry in self.left]
+        shown = ("path", "arm", "symmetry", "promised", "expected", "norm", "times_before", "flags")
+        return "\n".join([plain_table(rows, shown), *left])
 
 
 def symmetrize_(
@@ -77,22 +91,43 @@ def symmetrize_(
     >>> for start in symmetrize_(model, arm="skew"):        # doctest: +SKIP
     ...     print(start.path, start.symmetry, start.norm / start.norm_before)
     """
-    import torch
+    _check(arm, seed)
+    model = unwrapped(model) if is_module(model) else model
+    _check_order(model)
+    chosen, left = _chosen(model)
+    found = _written(chosen, arm, seed, rotary)
+    record.note(model, "symmetrize", arm=arm, seed=seed, sites=[site.path for site in chosen])
+    return Starts(found, left)
 
+
+def start(model: Any, change: Mapping[str, Any]) -> None:
+    """Write the arm of a record into a new model, at the paths of the record; all of them where it names none."""
+    arm, seed, paths = change.get("arm"), change.get("seed"), change.get("sites")
+    _check(arm, seed)
+    chosen, _ = _chosen(model)
+    _written(
+        [site for site in chosen if paths is None or site.path in paths], str(arm), int(seed or 0), "auto"
+    )
+
+
+def _check(arm: Any, seed: Any) -> None:
     if arm not in (*ARMS, *REBUILT):
         raise SurgeryError(f"no arm {arm!r:.60}; known: {', '.join((*ARMS, *REBUILT))}")
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise SurgeryError(f"seed is {seed!r:.60}; expected a whole number from 0")
-    model = unwrapped(model) if is_module(model) else model
-    _check_order(model)
+
+
+def _written(
+    chosen: Sequence[Site], arm: str, seed: int, rotary: Rotary | Literal["auto"] | None
+) -> tuple[Start, ...]:
+    """All planned, then all written and measured, or none."""
+    import torch
+
     with torch.no_grad():
-        chosen, left = _chosen(model)
         plans = [planned(site, arm, seed, number, rotary) for number, site in enumerate(chosen)]
         with _undone_on_error(plans):
             written = [plan.write() for plan in plans]
-            found = tuple(plan.verified(keys) for plan, keys in zip(plans, written, strict=True))
-    record.note(model, "symmetrize", arm=arm, seed=seed)
-    return Starts(found, left)
+            return tuple(plan.verified(keys) for plan, keys in zip(plans, written, strict=True))
 
 
 def _check_order(model: Any) -> None:
@@ -116,7 +151,7 @@ def _check_order(model: Any) -> None:
 
 def _chosen(model: Any) -> tuple[list[Site], tuple[Mapping[str, str], ...]]:
     """The self-attentions to change, and what is left alone with the reason."""
-    found = sites.find(model)
+    found = understood(model)
     left = list(found.skipped)
     chosen: list[Site] = []
     for site in found:

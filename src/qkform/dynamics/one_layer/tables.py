@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,10 @@ _MARKS = 14  # points of a simulated run
 
 def table(flow: Flow, ratios: Sequence[float], loss: float, *, simulated: bool) -> FlowTable:
     """See `Flow.table`."""
+    asked: Any = ratios
+    if not isinstance(asked, Iterable) or isinstance(asked, (str, bytes)):
+        asked = [asked]
+    ratios = list(asked)
     if not ratios:
         raise DynamicsError("there is no ratio; name one or more, for example 1/4, 1, 4")
     rows: list[dict[str, Any]] = []
