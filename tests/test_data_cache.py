@@ -116,6 +116,22 @@ def test_many_tokens_need_four_bytes(texts, cache, tokenizer):
     assert flat(tokens) == flat(small)
 
 
+def test_ids_with_gaps_have_their_room(tmp_path, cache):
+    import tokenizers
+    import transformers
+
+    words = {"[SEP]": 2, "[UNK]": 3, "states": 5, "law": 70_000}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    gaps = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, sep_token="[SEP]", unk_token="[UNK]"
+    )
+    (tmp_path / "a.txt").write_text("states law other " * 9)
+    tokens = data.prepare(data.corpus(tmp_path / "a.txt", cache=cache), gaps, 3, held_out=0, cache=cache)
+    assert tokens.train[0].tolist() == [5, 70_000, 3]
+    assert tokens.vocab_size == data.special_ids(gaps)["vocab_size"] == 70_001
+
+
 def test_the_unigram_is_of_the_tokens(texts, cache, tokenizer):
     tokens = data.prepare(data.corpus(texts, cache=cache), tokenizer, 7, held_out=0.2, cache=cache)
     train, held_out = flat(tokens)
@@ -252,7 +268,7 @@ def test_a_vocabulary_that_the_model_lacks_is_named(texts, cache, tokenizer):
     tokens = data.prepare(data.corpus(texts, cache=cache), tokenizer, 7, cache=cache)
     tokens.check_vocabulary(60)
     with pytest.raises(
-        DataError, match=r"tokenizer trained on .* has 60 tokens and bert has room for vocab_size=59"
+        DataError, match=r"tokenizer trained on .* has ids up to 59 and bert has room for vocab_size=59"
     ):
         tokens.check_vocabulary(59, "bert")
 
@@ -273,8 +289,10 @@ class Light:  # the same ids without the seconds that importing transformers tak
     backend_tokenizer = Tokenizer.from_file(str(file))
     pad_token_id, unk_token_id, cls_token_id, sep_token_id, mask_token_id = all_special_ids = range(5)
     bos_token_id = eos_token_id = None
+    def get_vocab(self):
+        return self.backend_tokenizer.get_vocab()
     def __len__(self):
-        return self.backend_tokenizer.get_vocab_size()
+        return len(self.get_vocab())
 
 def go():
     tokens = data.prepare(data.corpus(texts, cache=root), Light(), 7, cache=root, on_progress=print)

@@ -80,6 +80,8 @@ class Light:
     backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     sep_token_id, unk_token_id, all_special_ids = 0, 1, [0, 1]
     bos_token_id = eos_token_id = pad_token_id = cls_token_id = mask_token_id = None
+    def get_vocab(self):
+        return self.backend_tokenizer.get_vocab()
     def __len__(self):
         return 3
 

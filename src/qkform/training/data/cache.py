@@ -32,7 +32,7 @@ from qkform.errors import DataError
 from qkform.training.data import split as splitting
 from qkform.training.data.documents import Corpus, Piece, Skipped
 from qkform.training.data.unigram import Unigram
-from qkform.training.data.vocabulary import encoder, fingerprint, name_of, separator_id
+from qkform.training.data.vocabulary import encoder, fingerprint, name_of, separator_id, size_of
 from qkform.training.data.writing import published, said_plainly
 
 FORMAT = 1
@@ -100,8 +100,8 @@ class Tokens:
         """DataError when the tokenizer has ids for which the model has no embedding."""
         if self.vocab_size > vocab_size:
             raise DataError(
-                f"the tokenizer {self.manifest['tokenizer']} has {self.vocab_size} tokens and {model} has room for "
-                f"vocab_size={vocab_size}; give the model vocab_size={self.vocab_size} or more, "
+                f"the tokenizer {self.manifest['tokenizer']} has ids up to {self.vocab_size - 1} and {model} "
+                f"has room for vocab_size={vocab_size}; give the model vocab_size={self.vocab_size} or more, "
                 "or take its own tokenizer"
             )
 
@@ -202,7 +202,7 @@ def _locked(path: Path, say: Progress) -> FileLock:
 def _made(
     folder: Path, corpus: Corpus, tokenizer: Any, identity: dict[str, Any], made_of: dict[str, Any]
 ) -> dict[str, Any]:
-    size = len(tokenizer)
+    size = size_of(tokenizer)
     dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
     skipped = Skipped()
     separator = separator_id(tokenizer)
