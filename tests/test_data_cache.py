@@ -172,6 +172,15 @@ def test_tokens_are_made_once_and_the_length_is_a_view(texts, cache, tokenizer):
     assert made_folders(cache) == [*keys]
 
 
+def test_a_long_text_is_told_of_on_the_way(texts, cache, tokenizer, monkeypatch):
+    monkeypatch.setattr(caching, "TOLD_CHARACTERS", 5000)
+    said: list[str] = []
+    data.prepare(data.corpus(texts, cache=cache), tokenizer, 7, cache=cache, on_progress=said.append)
+    size = sum(path.stat().st_size for path in texts.iterdir())
+    assert 2 <= len(said) - 1 <= size // 5000
+    assert said[-1] == f"tokenizing {texts}: 0 million characters"
+
+
 def test_a_changed_corpus_is_another_cache_and_the_old_one_stays(texts, cache, tokenizer):
     def prepared(**options):
         return data.prepare(data.corpus(texts, cache=cache), tokenizer, 7, cache=cache, **options)
@@ -248,6 +257,19 @@ def test_tokens_go_to_another_process(texts, cache, tokenizer):
     assert (again.train == tokens.train).all()
 
 
+def test_the_lock_is_let_go(texts, cache, tokenizer):
+    import filelock
+
+    tokens = data.prepare(data.corpus(texts, cache=cache), tokenizer, 7, cache=cache)
+    path = cache / "tokens" / f"{tokens.key}.lock"
+    with caching._locked(path, print):
+        other = filelock.FileLock(path)
+        with pytest.raises(filelock.Timeout):
+            other.acquire(timeout=0)
+    other.acquire(timeout=0)
+    other.release()
+
+
 # ---- what is wrong is said
 
 
@@ -258,7 +280,9 @@ def test_too_little_text_is_said(tmp_path, cache, tokenizer):
         data.prepare(corpus, tokenizer, 64, cache=cache)
     with pytest.raises(DataError, match=r"a\.txt: \d tokens held out, fewer than one sequence of 4"):
         data.prepare(corpus, tokenizer, 4, cache=cache)
-    assert len(data.prepare(corpus, tokenizer, 4, held_out=0, cache=cache).held_out) == 0
+    nothing = data.prepare(corpus, tokenizer, 4, held_out=0, cache=cache)
+    assert len(nothing.held_out) == 0
+    assert nothing.info["held_out_unigram"] is None
     for wrong in ({"seq_len": 1}, {"seq_len": 4, "held_out": 0.6}, {"seq_len": 4, "held_out": -0.1}):
         with pytest.raises(DataError, match=next(reversed(wrong))):
             data.prepare(corpus, tokenizer, cache=cache, **wrong)
