@@ -27,8 +27,8 @@ def runs_screen(runs: RunSet, *, width: int, unicode: bool) -> Iterator[Any]:
         yield from _one(run, width=width, unicode=unicode)
     if runs.runs:
         yield Text(
-            "From the first tracked step to the last. z: of the last symmetry, standard deviations from random weights, "
-            "whose mean is 1/d. entropy: of attention on the probe, 1 is uniform.",
+            "From the first tracked step to the last. z: of the last symmetry, standard deviations from random "
+            "weights, whose mean is 1/d. entropy: of attention on the probe, 1 is uniform.",
             style="dim",
         )
         yield Text("")
