@@ -112,6 +112,7 @@ def test_the_mean_curve_is_there_where_every_seed_is(table):
     assert at_zero[-1] == pytest.approx(sum(at_zero[:-1]) / 3)
 
 
+@pytest.mark.slow
 def test_every_chart_becomes_a_file(table, tmp_path):
     written = save_plots(table, tmp_path, formats=["svg"])
     assert len(written) == 12

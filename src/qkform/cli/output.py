@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qkform import targets
 from qkform.errors import RecordError
@@ -32,24 +32,31 @@ def print_table(table: ScoreTable | DiffTable | FlowTable | CompareTable | RunSe
         text = table.to_csv()
         put(text if not sys.stdout.isatty() else plain(text, keep="\n"))
     else:
-        from rich.console import Console
-
         from qkform.report.screens import renderables
 
-        file = io.StringIO()
-        width = max(Console().width, 20)
-        console = Console(
-            file=file,
-            width=width,
-            highlight=False,
-            emoji=False,
-            markup=False,
-            force_terminal=sys.stdout.isatty() and "NO_COLOR" not in os.environ,
-        )
-        unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-        for item in renderables(table, width=width, unicode=unicode):
-            console.print(item)
-        put(file.getvalue())
+        print_lines(lambda width, unicode: renderables(table, width=width, unicode=unicode))
+
+
+def print_lines(drawn: Callable[[int, bool], Iterable[Any]]) -> None:
+    """What rich prints of the items that `drawn` makes for a width in columns, and with or without Unicode."""
+    from rich.console import Console
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    file = io.StringIO()
+    width = max(Console().width, 20)
+    console = Console(
+        file=file,
+        width=width,
+        highlight=False,
+        emoji=False,
+        markup=False,
+        force_terminal=sys.stdout.isatty() and "NO_COLOR" not in os.environ,
+    )
+    unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    for item in drawn(width, unicode):
+        console.print(item)
+    put(file.getvalue())
 
 
 def write(

@@ -33,6 +33,7 @@ from qkform.report.runsection import RunsSection
 from qkform.report.runset import RunSet
 from qkform.report.sections import Section, both_scores
 from qkform.report.series import entries, labels
+from qkform.report.trainedsection import Trained, TrainedSection
 
 Shown = ScoreTable | DiffTable | FlowTable | CompareTable | RunSet
 # < > & cannot end the element or open a comment; all that is not ASCII, U+2028 too, json.dumps escapes itself
@@ -45,13 +46,14 @@ def write_page(
     *,
     title: str | None = None,
     cache_folder: str | os.PathLike[str] | None = None,
+    trained: Trained | None = None,
 ) -> Path:
     """Write the page of `table` to `path`, whole or not at all; returns the path. See `page_html`.
 
     Raises RecordError where `path` cannot be written.
     """
     target = Path(path)
-    html = page_html(table, title=title, cache_folder=cache_folder)
+    html = page_html(table, title=title, cache_folder=cache_folder, trained=trained)
     write_whole(target, lambda to: to.write_bytes(html.encode()))
     return target
 
@@ -61,10 +63,12 @@ def page_html(
     *,
     title: str | None = None,
     cache_folder: str | os.PathLike[str] | None = None,
+    trained: Trained | None = None,
 ) -> str:
     """The page as text, about 1 MB and the rows: summaries, charts, conventions, and a table of every row.
 
     Models that belong together, steps of one run or distances of one model, have one section with a slider.
+    `trained` adds runs of two objectives to the page of a `ScoreTable`.
     `cache_folder` keeps the charting library between calls, see `qkform.report.bundle.javascript`.
     """
     if isinstance(table, DiffTable):
@@ -90,6 +94,7 @@ def page_html(
         errors=[{"source": text(e.source), "message": text(e.message)} for e in table.errors],
         totals=_totals(models, table),
         plane=plane and _chart(plane, "all"),
+        trained=trained and TrainedSection(trained, _chart),
         conventions=words.conventions(
             (model.label, words.in_common(model.entry.models, model.unit)) for model in models
         ),

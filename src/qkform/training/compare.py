@@ -12,7 +12,7 @@ from qkform.errors import RecordError
 from qkform.records import Row
 from qkform.training import folders, pairing, reach
 from qkform.training.arms import Arm, apart, arms_of, baseline_of
-from qkform.training.folders import FINISHED, Run, differing
+from qkform.training.folders import BROKE, FINISHED, Run, differing
 from qkform.training.pairing import Value
 from qkform.training.reach import Curve
 
@@ -94,9 +94,12 @@ def _usable(runs: Sequence[Run], notes: list[str]) -> Iterator[Run]:
             notes.append(f"left out: {run.path}: its experiment has no seed to pair by")
         elif not run.record.steps:
             notes.append(f"left out: {run.path}: it has no tracked step yet")
-        elif run.ending is None and run.last_step != steps:
+        elif run.ending not in (*FINISHED, BROKE) and not (run.ending is None and run.last_step == steps):
             of = f" of {steps}" if steps is not None else ""
-            notes.append(f"left out: {run.path}: not finished, its last tracked step is {run.last_step}{of}")
+            why = f" ({run.ending})" if run.ending else ""
+            notes.append(
+                f"left out: {run.path}: not finished{why}, its last tracked step is {run.last_step}{of}"
+            )
         else:
             yield run
 
@@ -104,7 +107,7 @@ def _usable(runs: Sequence[Run], notes: list[str]) -> Iterator[Run]:
 def _tell(run: Run, window: int, notes: list[str]) -> _Told:
     curve = Curve.of(run.record.steps, window)
     broke = None
-    if run.ending not in (None, *FINISHED):
+    if run.ending == BROKE:
         broke = f"it ended at step {run.last_step}: {run.ending}"
         notes.append(f"{run.path}: {broke}; it has no values at its end, and times count as never")
     told = _Told(run, curve, broke)

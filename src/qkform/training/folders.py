@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from qkform.errors import RecordError
-from qkform.runs import RunRecord
+from qkform.runs import NAME, RunRecord
 
-RECORD = "record.jsonl"
 FINISHED = ("finished", "stop_at_loss")  # reasons in the `end` event of a run that did what it was asked
+BROKE = "nan"  # of one that came to its end all the same: its loss is no number any more
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class Run:
     @property
     def ending(self) -> str | None:
         """The reason of the last `end` event; None for a run that has none, killed or still going."""
-        told = [event for event in self.record.events if event.get("event") in ("end", "resume")]
-        return str(told[-1].get("reason")) if told and told[-1]["event"] == "end" else None
+        return None if self.record.end is None else str(self.record.end.get("reason"))
 
     @property
     def last_step(self) -> int | None:
@@ -46,14 +45,14 @@ def find(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """
     found: dict[Path, Path] = {}
     for path in map(Path, paths):
-        if path.is_file() and path.name == RECORD:
+        if path.is_file() and path.name == NAME:
             path = path.parent
         if not path.is_dir():
             raise RecordError(f"{path} is not there; name a run folder, or a folder of run folders")
         here = list(_under(path))
         if not here:
             raise RecordError(
-                f"there is no {RECORD} in {path} or below; name a run folder, or a folder of them"
+                f"there is no {NAME} in {path} or below; name a run folder, or a folder of them"
             )
         for folder in here:
             found.setdefault(folder.resolve(), folder)
@@ -84,7 +83,7 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 def _under(path: Path) -> Iterator[Path]:
     for folder, inside, files in os.walk(path, followlinks=True):
-        if RECORD in files:
+        if NAME in files:
             inside.clear()
             yield Path(folder)
         inside[:] = sorted(name for name in inside if not name.startswith("."))
