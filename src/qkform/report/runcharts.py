@@ -97,9 +97,9 @@ def over_steps(
         band = base.transform_filter("isValid(datum.low)")
         if colours is None:
             band = band.transform_aggregate(low="min(low)", high="max(high)", groupby=["step"])
-        area = keyed(
-            band.mark_area(opacity=0.55 if colours is None else 0.3), RANDOM, keys, legend=bool(colours)
-        )
+        # the bands of several runs lie over one another; together they are as dense as one
+        dense = 1 - 0.45 ** (1 / max(len(colours or ()), 1))
+        area = keyed(band.mark_area(opacity=dense), RANDOM, keys, legend=bool(colours))
         detail = {} if colours is None else {"detail": "run:N"}
         parts.insert(0, area.encode(y=_again(y, "low"), y2="high:Q", **detail))
     colour, quiet, detail_of = _colouring(kept, colours, legend)

@@ -19,8 +19,8 @@ from qkform.runs.lines import encoded
 
 SCHEMA = "qkform.runs/1"
 MOST = 400  # tracked steps that are read of a run, unless all are asked for
-# Of an experiment, what does not make another arm of it.
-_NOT_OF_ARM = ("seed", "save_every", "keep", "report_to")
+# Of an experiment, what does not make another arm of it: as `qkform compare` has it.
+_NOT_OF_ARM = ("seed", "track_every", "conflict", "save_every", "keep", "report_to", "out", "name")
 _OF_RUN: dict[str, type] = {"run": str, "arm": str, "seed": int}
 _LONGEST = 60  # characters of a name
 
@@ -162,7 +162,7 @@ def found_at(path: Path) -> list[Path]:
         return [path]
     if (path / NAME).exists():
         return [path / NAME]
-    found = sorted(path.glob(f"*/{NAME}")) or sorted(path.glob(f"*/*/{NAME}"))
+    found = sorted([*path.glob(f"*/{NAME}"), *path.glob(f"*/*/{NAME}")])
     if not found:
         raise RecordError(f"{path} holds no {NAME}, nor do the folders in it; name the folder of a run")
     return found
