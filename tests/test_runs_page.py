@@ -70,6 +70,13 @@ def test_seeds_alone_and_runs_without_an_experiment(tmp_path):
         first = made.start()
         made.write(tmp_path / "plain" / name, first, *made.lines(first, 3))
     assert [run.name for run in RunSet.read([tmp_path / "plain"]).runs] == ["a", "b"]
+    long = "a text that is longer than a name should be, " * 2
+    for arm in ("x", "y"):
+        made.run(tmp_path / "sweep" / arm / "seed-0", note=f"{long}{arm}", steps=3)
+    assert RunSet.read([tmp_path / "sweep"]).arms == ["x", "y"], "told by the folders of a sweep"
+    made.run(tmp_path / "more" / "with", steps=3, lr=0.1, note="")
+    made.write(tmp_path / "more" / "without", made.start(), *made.lines(made.start(), 3))
+    assert RunSet.read([tmp_path / "more"]).arms == ["with", "without"]
     twice = RunSet.read([tmp_path / "plain" / "a", tmp_path / "plain" / "a" / "record.jsonl"])
     assert len({run.name for run in twice.runs}) == 2
 

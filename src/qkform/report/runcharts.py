@@ -32,7 +32,7 @@ TITLES = {
     "symmetry": "symmetry",
     "directionality": "directionality",
     "norm": "norm of W",
-    "self_norm": "norm of the self scores",
+    "self_norm": "norm of v, mean of heads",
     "normalised_entropy": "normalised entropy",
     "largest": "largest weight",
     "excess": "excess over the null",
