@@ -15,7 +15,6 @@ from rich.console import Console
 from qkform.cli import main
 from qkform.cli.runs import RATIOS, one_layer, ratios_of
 from qkform.report import page_html, runcharts, runpoints, runreading, save_plots, write_page
-from qkform.report.runscreen import layer_lines
 from qkform.report.runsection import facts, run_colours
 from qkform.report.runset import RunSet
 from qkform.report.screens import renderables
@@ -149,6 +148,7 @@ def test_json_and_csv_have_the_first_and_the_last_step(one, capsys, tmp_path):
     )
     rows = document["rows"]
     assert len(rows) == 2 * 3 * (1 + 2)
+    assert {row["step"] for row in rows} == {0, 190}
     record = RunRecord.load(one)
     for row in rows:
         steps, values = record.series("symmetry", layer=row["layer"], head=row["head"])
@@ -256,10 +256,11 @@ def test_the_screen_fits_and_shows_first_and_last(tmp_path, one, width):
     runs = RunSet.read([one, tmp_path / "two"])
     out = screen(runs, width)
     assert max(map(len, out.splitlines())) <= width
-    line = layer_lines(runs.runs[0])[2]
-    assert f"{line['symmetry_first']:.3f} → {line['symmetry_last']:.3f}" in out
-    assert f"{line['symmetry_z_last']:.0f}" in out
-    assert ("largest weight" in out) == (width == 160)
+    first, last = (runs.runs[0].record.steps[i]["layers"][2] for i in (0, -1))
+    said = f"{first['symmetry']:.3f} → {last['symmetry']:.3f} {last['symmetry_z']:.0f} "
+    assert said in " ".join(out.split())
+    assert "…" not in out.splitlines()[1], "headings are whole"
+    assert ("largest" in out) == (width == 160)
     if width == 160:
         assert out.count("qk_lr_ratio") == 4
         assert "resumed at 100" in out

@@ -123,9 +123,10 @@ def _run_columns(runs: RunSet, width: int, unicode: bool) -> list[Column]:
     columns = [
         Column("run", "", lambda run: one_line(run.name, room), justify="left"),
         Column("step", "", lambda run: f"{run.last['step']:,}" if run.last else "–"),
-        loss("loss", "loss"),
         loss("held_out", "held-out"),
     ]
+    if width >= 60:
+        columns.insert(2, loss("loss", "loss"))
     if width >= 76:
         columns.append(middle("symmetry", "symmetry"))
     if width >= 120:
