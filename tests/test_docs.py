@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests import run_records
 from tests.conftest import BERT_CONFIG, bert_tensors
 
 ROOT = Path(__file__).parent.parent
@@ -75,7 +76,7 @@ COMMANDS = [(b, line) for b in blocks() if b.language == "" for line in b.text.s
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
-    """A working folder with the stand-ins that the pages speak of: ./my-model, ./custom, ./no-config."""
+    """A working folder with the stand-ins that the pages speak of: ./my-model, ./custom, ./no-config, ./trained/a."""
     rng = np.random.default_rng(0)
     custom = {
         f"blocks.{i}.mixer.{n}.weight": rng.normal(size=(w, 6)).astype(np.float32)
@@ -95,6 +96,8 @@ def desk(tmp_path, monkeypatch):
         save_file(tensors, tmp_path / name / "model.safetensors")
         if config:
             (tmp_path / name / "config.json").write_text(json.dumps(config))
+    for name, ratio in (("a", 1.0), ("b", 4.0)):
+        run_records.run(tmp_path / "trained" / name, steps=5, qk_lr_ratio=ratio)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
