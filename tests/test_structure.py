@@ -56,6 +56,7 @@ ARROWS = {
     },
     "training": {
         "comparisons",
+        "cache",
         "attention",
         "surgery",
         "dynamics",
@@ -67,7 +68,6 @@ ARROWS = {
         "runs",
         "samples",
         "errors",
-        "cache",
         "wrappers",
     },
     "flows": {"records", "errors"},

@@ -680,6 +680,44 @@ def test_a_v_of_another_shape(folder: Path, ignore: bool) -> None:
         load(folder, ignore_mismatched_sizes=ignore)
 
 
+UNSOUND: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "int64": (lambda v: torch.ones_like(v, dtype=torch.int64), "holds int64"),
+    "bool": (lambda v: v > 0, "holds bool"),
+    "complex": (lambda v: v.to(torch.complex64), "holds complex64"),
+    "nan": (lambda v: v.index_fill(0, torch.tensor(1), float("nan")), "has 24 of 72 numbers that are NaN"),
+    "infinite": (lambda v: v / 0, "has 72 of 72 numbers that are NaN or infinite"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "filed"),
+    [*((kind, "safetensors") for kind in UNSOUND), ("int64", "bin"), ("nan", "bin"), ("int64", "state dict")],
+)
+def test_a_v_that_is_no_finite_floats(kind: str, filed: str, folder: Path) -> None:
+    name = "bert.encoder.layer.1.attention.self.self_score.v"
+    change, said = UNSOUND[kind]
+    rewrite(folder, lambda tensors: tensors.update({name: change(tensors[name])}))
+    options: dict[str, Any] = {}
+    file = folder / "model.safetensors"
+    if filed != "safetensors":
+        tensors = load_file(file)
+        file.unlink()
+        if filed == "bin":
+            torch.save(tensors, folder / "pytorch_model.bin")
+        else:
+            options = {"state_dict": tensors, "config": transformers.AutoConfig.from_pretrained(folder)}
+    with pytest.raises(CheckpointError, match=rf"{name} {said}.*; expected finite floating-point numbers"):
+        qk.surgery.from_pretrained(transformers.BertForMaskedLM, None if options else folder, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_v_of_another_floating_type(dtype: torch.dtype, folder: Path) -> None:
+    name = "bert.encoder.layer.1.attention.self.self_score.v"
+    before = load(folder).get_parameter(name)
+    rewrite(folder, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    assert torch.equal(load(folder).get_parameter(name), before.to(dtype).float())
+
+
 def test_another_tensor_of_another_shape(folder: Path) -> None:
     name = "bert.encoder.layer.1.output.dense.weight"
     rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(24, 21)}))

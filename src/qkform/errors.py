@@ -5,19 +5,20 @@
     QKFormError                    catch this one to catch them all
     ├── SourceError                the thing that was named cannot be opened as a checkpoint
     │   └── CheckpointError        it was opened, and its bytes are not what its format promises
-    ├── ConfigError                a config is missing, is not JSON, or contradicts the weights
+    ├── ConfigError        *       an option that cannot be, or a config that is missing or contradicts the weights
     ├── LayoutError                which tensors are Q and K, or how they are stored, is not known
-    ├── FormError                  arrays that do not make a query-key form, or a score it does not have
-    ├── AttentionError             arguments of an attention function that do not fit each other
-    ├── SurgeryError               a model that cannot be changed as asked
-    ├── DynamicsError              a question about training that has no answer
-    ├── ExperimentError            an option of an experiment that cannot be
+    ├── FormError          *       arrays that do not make a query-key form, or a score it does not have
+    ├── AttentionError     *       arguments of an attention function that do not fit each other
+    ├── SurgeryError       *       a model that cannot be changed as asked
+    ├── DynamicsError      *       a question about training that has no answer
+    ├── ExperimentError    *       an option of an experiment that cannot be
     ├── TrainingError              a training that cannot begin or go on: its folder, its checkpoints, its loss
     ├── DataError                  text, a tokenizer or a cache of tokens that cannot be trained on
     ├── RecordError                a table cannot be saved or loaded
     └── MissingExtra               a feature needs a package of an optional extra
 
-Each message says what was found, where, and what would work.
+Each message says what was found, where, and what would work. Those with a * are ValueErrors too: what a function was
+given does not fit. The others are about what stands on a disk or in a network. MissingExtra is an ImportError.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class CheckpointError(SourceError):
     """The file is damaged or hostile: its bytes are not what its format promises."""
 
 
-class ConfigError(QKFormError):
-    """A config is missing, unreadable, or contradicts the shapes of the weights."""
+class ConfigError(QKFormError, ValueError):
+    """An option is none of those that can be; or a config is missing, unreadable, or contradicts the weights."""
 
 
 class LayoutError(QKFormError):
@@ -51,7 +52,7 @@ class AttentionError(QKFormError, ValueError):
     """Arguments of an attention function that do not fit each other, or that the implementation cannot take."""
 
 
-class SurgeryError(QKFormError):
+class SurgeryError(QKFormError, ValueError):
     """A model that cannot be changed as asked: no attention in it, changed before, or of a kind that has no room."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,27 @@ def check(
         if x is not None and x.device != query.device:
             raise AttentionError(f"{name} is on {x.device}, query on {query.device}; put them on one device")
     check_start(query_start, n, m)
+
+
+def check_tensors(needed: Mapping[str, object], optional: Mapping[str, object]) -> None:
+    """AttentionError for the first argument, by name, that is no tensor; None will do for the optional ones."""
+    for name, x in {**needed, **optional}.items():
+        if isinstance(x, Tensor) or (x is None and name in optional):
+            continue
+        kind = type(x)
+        found = (
+            "None"
+            if x is None
+            else f"a {kind.__name__}"
+            if kind.__module__ == "builtins"
+            else f"a {kind.__module__}.{kind.__name__}"
+        )
+        how = (
+            ""
+            if x is None
+            else f": torch.{'from_numpy' if kind.__module__ == 'numpy' else 'tensor'}({name}) makes one"
+        )
+        raise AttentionError(f"{name} is {found}; expected a torch.Tensor{how}")
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qkform.attention import reference
-from qkform.attention.checks import autocast, check, transform_of
+from qkform.attention.checks import autocast, check, check_tensors, transform_of
 from qkform.attention.fused import KERNELS
 from qkform.attention.operator import Direct, attend, direct
 from qkform.attention.trial import disagreement
@@ -54,6 +54,9 @@ def decoupled_attention(
     >>> decoupled_attention(q, k, v, torch.zeros(1, 2, 3), is_causal=True).shape
     torch.Size([1, 2, 3, 4])
     """
+    check_tensors(
+        {"query": query, "key": key, "value": value, "self_score": self_score}, {"attn_mask": attn_mask}
+    )
     query, key, value = autocast(query, key, value)
     check(query, key, value, self_score, attn_mask, dropout_p, enable_gqa, query_start, impl)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)

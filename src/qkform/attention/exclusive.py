@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from qkform.attention.checks import autocast, check_heads, check_mask, check_start
+from qkform.attention.checks import autocast, check_heads, check_mask, check_start, check_tensors
 from qkform.attention.masks import narrowed, tops
 
 
@@ -36,6 +36,7 @@ def exclusive_attention(
     Source: arXiv 2603.09078.  `scaled_dot_product_attention` and a few passes over its output; what that can do in
     torch.func and in second derivatives, this can.
     """
+    check_tensors({"query": query, "key": key, "value": value}, {"attn_mask": attn_mask})
     query, key, value = autocast(query, key, value)
     check_heads(query, key, value, enable_gqa)
     n, m = query.shape[2], key.shape[2]

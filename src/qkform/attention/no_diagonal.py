@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from qkform.attention.checks import check_tensors
 from qkform.attention.decoupled import decoupled_attention
 
 
@@ -29,6 +30,7 @@ def no_diagonal_attention(
     Shapes, masks, `query_start` and `impl` as in `decoupled_attention`.  A row that sees no other key, such as the
     first causal one, is zero with zero gradients.
     """
+    check_tensors({"query": query}, {})
     return decoupled_attention(
         query,
         key,

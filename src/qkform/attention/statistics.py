@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qkform.attention.checks import check_heads, check_mask, check_start
+from qkform.attention.checks import check_heads, check_mask, check_start, check_tensors
 from qkform.attention.decoupled import why_not_flash
 from qkform.attention.operator import attend
 from qkform.errors import AttentionError
@@ -77,6 +77,7 @@ def attention_statistics(
     >>> found.effective_keys[0, 0]
     tensor([1., 2., 3.])
     """
+    check_tensors({"query": query, "key": key}, {"self_score": self_score, "attn_mask": attn_mask})
     check_heads(query, key, key, enable_gqa)
     b, h, n, d = query.shape
     m = key.shape[2]

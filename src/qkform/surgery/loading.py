@@ -11,6 +11,7 @@ from typing import Any
 
 from qkform.errors import CheckpointError, QKFormError, SurgeryError, prefixed
 from qkform.surgery import record
+from qkform.surgery.filed import ENDING, refuse_unsound
 
 # change -> the module whose `restore(model, change)` rebuilds its structure; None: it changed values, which are saved
 _HOME: dict[str, str | None] = {
@@ -21,9 +22,6 @@ _HOME: dict[str, str | None] = {
 }
 
 
-_SCORE = ".self_score.v"
-
-
 def from_pretrained(model_class: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     """`model_class.from_pretrained(source, ...)` for a model that surgery changed and `save_pretrained` saved.
 
@@ -32,8 +30,8 @@ def from_pretrained(model_class: Any, source: Any, *args: Any, **kwargs: Any) ->
     read, so that every parameter comes from the file, `self_score.v` too; a model without a record loads as ever.
 
     SurgeryError for a record of a newer qkform, a change it does not know, or a model with no room for it;
-    CheckpointError where the files lack a parameter that the record promises, have one of another shape, or have a
-    self score without a record.
+    CheckpointError where the files lack a parameter that the record promises, have one of another shape, or a
+    self score without a record, or one whose v is not of finite floating-point numbers.
 
     >>> model = from_pretrained(AutoModelForMaskedLM, "folder")     # doctest: +SKIP
     """
@@ -100,9 +98,18 @@ class _Restored:
             restore(model)
             self.added.append({name for name, _ in model.named_parameters()} - before)
 
+        def load(model: Any, state_dict: Any, files: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.added[-1]:
+                refuse_unsound(state_dict, files)
+            return model_class._load_pretrained_model(model, state_dict, files, *args, **kwargs)  # type: ignore[attr-defined]
+
         names = ("__module__", "__qualname__", "__doc__")
         inside = {name: getattr(model_class, name) for name in names}
-        made = type(model_class.__name__, (model_class,), {**inside, "__init__": build})
+        made = type(
+            model_class.__name__,
+            (model_class,),
+            {**inside, "__init__": build, "_load_pretrained_model": staticmethod(load)},
+        )
         self.classes[model_class] = made
         return made
 
@@ -131,9 +138,9 @@ class _Restored:
             raise CheckpointError(f"shapes do not fit the config: {_some(said)}")
         has = {path for path, _ in model.named_modules()}
         unread = {
-            f".{name}".removesuffix(_SCORE): name
+            f".{name}".removesuffix(ENDING): name
             for name in report["unexpected_keys"]
-            if f".{name}".endswith(_SCORE)
+            if f".{name}".endswith(ENDING)
         }
         # What is promised and has no place belongs to a part that this class of model lacks.
         strange = sorted(

@@ -102,13 +102,6 @@ def tidy(folder: Path, keep: int) -> None:
             shutil.rmtree(gone, ignore_errors=True)
 
 
-def cut(folder: Path, step: int) -> None:
-    """Delete checkpoints after a step."""
-    for one in checkpoints(folder)[0]:
-        if one.step > step:
-            shutil.rmtree(one.path, ignore_errors=True)
-
-
 def _facts(path: Path) -> dict[str, Any]:
     facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
     for name, size in facts["files"].items():

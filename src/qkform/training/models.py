@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from qkform.errors import ExperimentError, QKFormError
+from qkform.training.data import special_ids
 from qkform.training.experiment import Experiment
 from qkform.training.presets import PRESETS
 
@@ -62,9 +63,7 @@ def model_config(experiment: Experiment, tokenizer: Any) -> Any:
             + (f"; did you mean {' or '.join(close)}?" if close else "")
         )
     _refuse_unknown(experiment, CONFIG_MAPPING[kind])
-    values: dict[str, Any] = {"vocab_size": len(tokenizer)}
-    for name in _SPECIAL:
-        values[f"{name}_token_id"] = getattr(tokenizer, f"{name}_token_id", None)
+    values: dict[str, Any] = {f"{name}_token_id": None for name in _SPECIAL} | special_ids(tokenizer)
     if experiment.objective == "clm" and hasattr(CONFIG_MAPPING[kind](), "is_decoder"):
         values["is_decoder"] = True
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,8 +69,13 @@ def run(
     quiet: Say = lambda _: None  # noqa: E731
     tell = say if say is not None and first else quiet
     where = Path(out)
-    with folder.held(where) if first else nullcontext():
-        point = _agreed(args, lambda: folder.claim(where, experiment, resume))
+    with ExitStack() as held:
+
+        def claim() -> Checkpoint | None:
+            held.enter_context(folder.held(where))
+            return folder.claim(where, experiment, resume)
+
+        point = _agreed(args, claim)
         with _stopping() as asked:
             return _trained(experiment, where, args, point, resume, asked, tell, progress if first else None)
 
@@ -137,7 +142,7 @@ def _trained(
     tell: Say,
     progress: Callable[[Progress], None] | None,
 ) -> Finished:
-    from qkform.training.environment import changed, environment
+    from qkform.dynamics.environment import changed, environment
     from qkform.training.models import build_model
 
     tokenizer, batches = _data(experiment, tell)
@@ -146,14 +151,14 @@ def _trained(
         f"{batches.tokens.info['n_tokens']:,} tokens of training text; guessing each by its frequency has a held-out "
         f"loss of {unigram:.3f} nats, the unigram entropy"
     )
-    now = environment(args)
-    facts = {"experiment": experiment.to_dict(), "environment": now, "data": batches.tokens.key}
     if point is not None and point.facts["data"] != batches.tokens.key:
         raise TrainingError(
             f"data: {', '.join(experiment.data)} is not the text that the run in {out} began with; put that back, or "
             "begin in another folder"
         )
     model = build_model(experiment, tokenizer)
+    now = environment(model)
+    facts = {"experiment": experiment.to_dict(), "environment": now, "data": batches.tokens.key}
     batches.tokens.check_vocabulary(model.config.vocab_size, experiment.model)
     if point is None:
         if resume:
@@ -169,17 +174,20 @@ def _trained(
             tell(f"not exact: {difference}; going on from step {point.step}, as near as that allows")
     if args.process_index == 0:
         folder.begin(out, experiment, point)
-    watch = _watch(experiment, out, args, point, model, tokenizer, batches, facts, asked_to_stop, progress)
+    watch = _watch(
+        experiment, out, args, point, model, tokenizer, batches, facts, unigram, asked_to_stop, progress
+    )
     try:
         watch.engine.train(resume_from_checkpoint=str(point.path) if point else None)
         whole = watch.engine.whole_model()
     except BaseException as error:
-        watch.close("interrupted" if isinstance(error, KeyboardInterrupt) else "error", error)
+        watch.broke(error)
         raise
     step = watch.engine.state.global_step
-    watch.close(watch.reason or "finished")
     if watch.reason == "interrupted":
+        watch.broke(KeyboardInterrupt())
         raise KeyboardInterrupt
+    watch.tracker.close(watch.reason)
     if whole is not None:
         _save(whole, tokenizer, out)
     return _finished(out, step, watch.reason or "finished", watch.facts_of_loss(), unigram, tell)
@@ -190,7 +198,15 @@ def _data(experiment: Experiment, tell: Say) -> tuple[Any, Any]:
     from qkform.training import data, objectives
 
     named = experiment.data[0] if len(experiment.data) == 1 else list(experiment.data)
-    corpus = data.corpus(named, on_error=experiment.on_error, on_progress=tell)
+    corpus = data.corpus(
+        named,
+        field=experiment.text_field,
+        split=experiment.split,
+        config=experiment.dataset_config,
+        revision=experiment.revision,
+        on_error=experiment.on_error,
+        on_progress=tell,
+    )
     if experiment.tokenizer is None:
         tokenizer = data.tokenizer("trained", corpus, vocab_size=experiment.vocabulary)
     else:
@@ -209,6 +225,7 @@ def _watch(
     tokenizer: Any,
     batches: Any,
     facts: dict[str, Any],
+    unigram: float,
     asked_to_stop: Callable[[], bool],
     progress: Callable[[Progress], None] | None,
 ) -> Any:
@@ -227,8 +244,18 @@ def _watch(
         conflict=experiment.conflict,
         resume=point.step if point else None,
     )
-    watch = Watch(engine, tracker, out, facts, tokenizer, asked_to_stop, progress)
+    data = {
+        "key": batches.tokens.key,
+        "tokens": batches.tokens.info["n_tokens"],
+        "sequences": batches.tokens.info["n_sequences"],
+        "held_out_sequences": min(batches.tokens.info["held_out_sequences"], experiment.held_out),
+        "vocabulary": len(tokenizer),
+        "skipped": batches.tokens.info.get("skipped", {}),
+        "unigram": unigram,
+    }
+    watch = Watch(engine, tracker, out, facts, data, tokenizer, asked_to_stop, progress)
     if point is not None:
+        tracker.load_state_dict(point.facts["tracker"])
         watch.held_out, watch.best = point.facts["held_out"], point.facts["best"]
     engine.add_callback(watch)
     return watch

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,12 +47,13 @@ class Watch(TrainerCallback):
         tracker: Any,
         folder: Path,
         facts: dict[str, Any],
+        data: dict[str, Any],
         tokenizer: Any,
         asked_to_stop: Callable[[], bool],
         progress: Callable[[Progress], None] | None,
     ) -> None:
         self.engine, self.tracker, self.folder = engine, tracker, folder
-        self.facts, self.tokenizer = facts, tokenizer
+        self.facts, self.data, self.tokenizer = facts, data, tokenizer
         self.asked_to_stop, self.progress = asked_to_stop, progress
         self.reason: str | None = None  # why training ended before its last step
         self.held_out: float | None = None
@@ -58,18 +61,23 @@ class Watch(TrainerCallback):
         self._began: tuple[float, int] = (0.0, 0)
         self._saved = -1
         self._stopping = False
+        self._rates: list[
+            dict[str, Any]
+        ] = []  # of the step that is made; the schedule sets the next ones at once
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step = state.global_step
         self._began = (time.monotonic(), step)
         if step == 0:
-            self._tracked(0)
+            self._track(0)
+            self.tracker.event("data", **self.data)
             self._save(0)
         else:
             self._saved = step
         self._report(step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._rates = [{"name": g["name"], "lr": g["lr"]} for g in self.engine.optimizer.param_groups]
         self._stopping = self.engine.settle(self.asked_to_stop())
         if not math.isfinite(self.engine.last_loss):
             self.reason = "nan"
@@ -78,8 +86,11 @@ class Watch(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step, e = state.global_step, self.engine.experiment
         last = step >= e.steps
+        self._track(step)
         if step % e.track_every == 0 or last:
-            self._tracked(step)
+            if e.report_to:
+                said = {"loss": self.engine.last_loss, "held_out": self.held_out}
+                self.engine.log({name: value for name, value in said.items() if value is not None})
             if e.stop_at_loss is not None and self.held_out is not None and self.held_out <= e.stop_at_loss:
                 self.reason = "stop_at_loss"
         if self._stopping and not last and self.reason is None:
@@ -93,33 +104,49 @@ class Watch(TrainerCallback):
     def facts_of_loss(self) -> dict[str, float | None]:
         return {"held_out": self.held_out, "best": self.best}
 
-    def close(self, reason: str, error: BaseException | None = None) -> None:
-        """Note in the record how it ended."""
-        self.tracker.close()
+    def broke(self, error: BaseException) -> None:
+        """Note in the record that training broke off, where that can be written, and let go of it."""
+        with suppress(QKFormError, OSError):
+            if self.reason == "nan":
+                self.tracker.close("nan")
+            elif isinstance(error, KeyboardInterrupt):
+                self.tracker.event("interrupted", step=self.engine.state.global_step)
+        self.tracker.abandon()
 
-    def _tracked(self, step: int) -> None:
-        self.held_out = self.engine.held_out_loss()
-        self.best = self.held_out if self.best is None else min(self.best, self.held_out)
-        loss = self.engine.last_loss if step else None
+    def _track(self, step: int) -> None:
         e = self.engine.experiment
+        if step == e.steps:
+            self.tracker.every = 1  # the last line too comes before the last checkpoint
         self.tracker.step(
             step,
-            loss=loss,
-            held_out=self.held_out,
-            optimizer=self.engine.optimizer,
-            tokens=step * e.batch_size * e.seq_len,
+            loss=self.engine.last_loss if step else None,
+            held_out=self._held_out,
+            optimizer=SimpleNamespace(
+                param_groups=self._rates if step else self.engine.optimizer.param_groups
+            ),
+            tokens=e.batch_size * e.seq_len // self.engine.args.world_size if step else 0,
         )
-        if e.report_to:
-            self.engine.log({"held_out": self.held_out} | ({"loss": self.engine.last_loss} if step else {}))
+
+    def _held_out(self) -> float:
+        self.held_out = self.engine.held_out_loss()
+        self.best = self.held_out if self.best is None else min(self.best, self.held_out)
+        return self.held_out
 
     def _save(self, step: int) -> None:
         """A checkpoint of this step; all processes gather it and the first one writes."""
         if self._saved == step:
             return
         model, training = self.engine.whole_model(), self.engine.training_state()
+        tracked = self.tracker.state_dict()
         if model is not None:
             self._refuse_nan(model, step)
-            facts = {"step": step, **self.facts, **self.facts_of_loss(), "reason": self.reason}
+            facts = {
+                "step": step,
+                **self.facts,
+                **self.facts_of_loss(),
+                "tracker": tracked,
+                "reason": self.reason,
+            }
             if self.reason is None and step >= self.engine.experiment.steps:
                 facts["reason"] = "finished"
             with checkpoints.written(self.folder / CHECKPOINTS, f"step-{step}", facts) as aside:
