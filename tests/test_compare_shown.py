@@ -97,11 +97,11 @@ def test_faults_are_one_message(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_files_are_known_as_ours(table, tmp_path):
+def test_files_are_known_as_ours(table, tmp_path, cache):
     for name in ("c.json", "c.csv", "c.parquet"):
         assert written_by_us(table.save(tmp_path / name))
     again = CompareTable.load(tmp_path / "c.json")
-    assert page_html(again, cache_folder=None)  # a record that was loaded has no curves, and has a page
+    assert page_html(again, cache_folder=cache)  # a record that was loaded has no curves, and has a page
 
 
 def test_the_mean_curve_is_there_where_every_seed_is(table):
@@ -121,7 +121,15 @@ def test_every_chart_becomes_a_file(table, tmp_path):
         assert "NaN" not in path.read_text()
 
 
-@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 390])
+def test_names_are_text_on_the_page_and_nothing_else(table, cache):
+    page = page_html(table, cache_folder=cache)
+    assert HOSTILE not in page
+    assert "&lt;/script&gt;&lt;img src=x" in page
+    assert page.count('<div class="chart"') == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_is_drawn_and_no_name_acts(
     table: Any, browser: Any, cache: Any, tmp_path: Any, width: int
 ) -> None:

@@ -185,6 +185,18 @@ def test_an_interrupt_ends_the_runs_and_the_next_sweep_goes_on(desk, number):
     assert sorted(one["resume"] for one in desk.noted()[2:]) == [False, False, True, True]
 
 
+def test_a_second_interrupt_ends_runs_that_do_not_listen(desk):
+    process = desk.started(STUB_PAUSE="0.3", STUB_DEAF="1")
+    soon(lambda: len(desk.noted()) == 2)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) != 0
+    assert desk.noted("end") == []
+
+
 def test_two_sweeps_of_one_folder_are_refused(desk):
     with sweeps.held(desk.out), pytest.raises(TrainingError, match="another sweep works in this folder"):
         desk.sweep()
@@ -288,3 +300,36 @@ def test_the_command_trains_and_tells(desk, tmp_path, capsys, monkeypatch):
     assert "standard/seed-0   finished      4" in shown.out
     assert main(["sweep", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml: cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_grid_is_really_trained_and_compared(tmp_path, capsys):
+    words = [f"word{i}" for i in range(20)]
+    (tmp_path / "text.txt").write_text("\n\n".join(" ".join(words[i % 7 :] * 4) for i in range(300)))
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    base = {
+        "data": [str(tmp_path / "text.txt")],
+        "config": small,
+        "vocabulary": 300,
+        "seq_len": 16,
+        "batch_size": 4,
+        "held_out": 8,
+        "steps": 6,
+        "track_every": 2,
+        "save_every": 3,
+    }
+    grid = {"base": base, "arms": ARMS, "seeds": [0]}
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
+    out = str(tmp_path / "runs")
+    assert main(["sweep", str(tmp_path / "grid.yaml"), "--out", out, "--threads", "1"]) == 0
+    assert main(["sweep", str(tmp_path / "grid.yaml"), "--out", out, "--list", "--format", "json"]) == 0
+    shown = capsys.readouterr().out
+    states = [
+        (one["name"], one["state"], one["step"])
+        for one in json.loads(shown[shown.index('{"schema"') :])["runs"]
+    ]
+    assert sorted(states) == [("matched/seed-0", "finished", 6), ("standard/seed-0", "finished", 6)]
+    table = compare([out])
+    assert [(pair["arm"], pair["refused"]) for pair in table.pairs] == [("matched", None)]
+    (start,) = [row for row in table.curves if (row["arm"], row["step"]) == ("matched", 0)]
+    assert start["symmetry"] > 0.9

@@ -80,6 +80,7 @@ def _pair(table: CompareTable, pair: Mapping[str, Any], *, width: int, unicode: 
         rows = [row for row in pair["rows"] if row["at"] == at]
         means = [row for row in rows if row["seed"] is None]
         yield table_of(words.moment(at, table.settings), _columns(table, rows, width), means, unicode=unicode)
+        yield from (Text(one_line(remark, 400), style="dim") for remark in words.remarks(rows, at))
 
 
 def _columns(table: CompareTable, rows: Sequence[Row], width: int) -> list[Column]:

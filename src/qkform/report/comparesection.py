@@ -66,7 +66,7 @@ class CompareSection:
             {
                 "title": text(words.moment(at, self._table.settings)),
                 "lines": self._lines(pair["rows"], at),
-                "remarks": _remarks(pair["rows"], at),
+                "remarks": [text(one) for one in words.remarks(pair["rows"], at)],
             }
             for at in dict.fromkeys(row["at"] for row in pair["rows"])
         ]
@@ -189,17 +189,6 @@ def curve_points(table: CompareTable) -> list[Row]:
             mean[name] = fmean(found) if len(found) == seeds[arm] else None  # a mean of others would jump
         points.append(mean)
     return [{name: row[name] for name in ("arm", "seed", "step", *names)} for row in points]
-
-
-def _remarks(rows: Sequence[Row], at: str) -> list[str]:
-    """Why values are missing, each reason once, with the measures that it is about in front."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        if row["at"] == at and row["seed"] is None and row["reason"]:
-            found.setdefault(text(row["reason"]), []).append(
-                words.NAMES.get(row["measure"], text(row["measure"]))
-            )
-    return [f"{', '.join(names)}: {reason}." for reason, names in found.items()]
 
 
 def _mean_and_sd(arm: Mapping[str, Any], name: str) -> str:

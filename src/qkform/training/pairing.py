@@ -70,7 +70,9 @@ def mean_row(rows: Sequence[Row]) -> Row:
             out[name] = fmean(row[name] for row in both)
         out["low"], out["high"] = _both(interval([row["difference"] for row in both]))
         ratios = [math.log(row["speed_up"]) for row in both if row["speed_up"] is not None]
-        if ratios and len(ratios) == len(both):
+        if len(ratios) < len(both) and first["measure"] in CLOCKS:
+            reasons.append("no ratio: a loss that is reached at the start of a run takes no time")
+        elif ratios:
             out["speed_up"] = math.exp(fmean(ratios))
             ends = interval(ratios)
             out["speed_up_low"], out["speed_up_high"] = _both(ends and (math.exp(ends[0]), math.exp(ends[1])))
