@@ -80,6 +80,17 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(table, width):
     assert "not paired, since data differs" in text
 
 
+def test_large_counts_fit_too(tmp_path):
+    for arm, rate, more in (("standard", SLOW, {}), ("matched", FAST, {"init": "matched"})):
+        for seed in range(3):
+            curve = falling(rate, 3 + seed / 10, steps=100_000, every=5000)
+            curve = {step: 3 + seed / 10 + 2 * 0.999 ** (step * rate) for step in curve}
+            write_run(tmp_path / arm / f"seed-{seed}", curve, seed=seed, steps=100_000, **more)
+    text = printed(compare([tmp_path]), 80)
+    assert "…" not in text
+    assert " M" in text
+
+
 def test_ascii_alone_where_the_terminal_has_no_more(table):
     text = printed(table, 80, unicode=False)
     assert not [c for c in text if not c.isascii()]

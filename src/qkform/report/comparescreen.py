@@ -100,7 +100,11 @@ def _columns(table: CompareTable, rows: Sequence[Row], width: int) -> list[Colum
         ),
         Column("arm", "", lambda row: sides("arm", row)),
         Column("baseline", "", lambda row: sides("baseline", row)),
-        Column("difference", "", lambda row: words.difference(row["measure"], row["difference"])),
+        Column(
+            "difference" if width >= 100 else "differs",
+            "",
+            lambda row: words.difference(row["measure"], row["difference"]),
+        ),
         Column(words.interval_name(table), "", words.interval),
     ]
     if any(is_number(row["speed_up"]) for row in rows):
