@@ -13,7 +13,7 @@ import pytest
 from qkform.comparisons import CLOCKS, MEASURES, PAIR_COLUMNS, PUBLISHED, CompareTable
 from qkform.errors import RecordError
 from qkform.training import pairing, reach
-from qkform.training.compare import compare
+from qkform.training.comparing import compare
 from tests.run_records import falling, write_run
 
 FAST, SLOW = 0.06, 0.03

@@ -16,7 +16,7 @@ from qkform.report import page_html, save_plots, write_page
 from qkform.report.comparesection import curve_points
 from qkform.report.screens import renderables
 from qkform.targets import written_by_us
-from qkform.training.compare import compare
+from qkform.training.comparing import compare
 from tests import test_report as pages
 from tests.run_records import falling, write_run
 from tests.test_compare import FAST, SLOW

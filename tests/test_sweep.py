@@ -17,10 +17,10 @@ import yaml
 
 from qkform.cli import main
 from qkform.errors import ExperimentError, TrainingError
-from qkform.training import sweep as sweeps
-from qkform.training.compare import compare
+from qkform.training import sweeping as sweeps
+from qkform.training.comparing import compare
 from qkform.training.grid import Grid
-from qkform.training.sweep import listing, sweep
+from qkform.training.sweeping import listing, sweep
 
 ROOT = Path(__file__).parent.parent
 STUB = (sys.executable, "-S", str(ROOT / "tests" / "stub_train.py"))
@@ -53,7 +53,7 @@ class Desk:
         """The same sweep in a process of its own, two at a time."""
         code = (
             "import sys, signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-            "from qkform.training.grid import Grid; from qkform.training.sweep import sweep\n"
+            "from qkform.training.grid import Grid; from qkform.training.sweeping import sweep\n"
             f"grid = Grid.from_dict({ {'base': BASE, 'arms': ARMS, 'seeds': [0, 1]}!r})\n"
             f"sweep(grid, {str(self.out)!r}, command={STUB!r}, workers=2)\n"
         )

@@ -12,13 +12,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qkform.training.comparing import compare as compare
     from qkform.training.experiment import Experiment as Experiment
+    from qkform.training.grid import Grid as Grid
     from qkform.training.models import build_model as build_model
+    from qkform.training.on_ray import ray_sweep as ray_sweep
     from qkform.training.run import Finished as Finished
     from qkform.training.run import run as run
+    from qkform.training.sweeping import sweep as sweep
 
 _HOME: dict[str, str] = {  # public name -> module
     "Experiment": "qkform.training.experiment",
+    "Grid": "qkform.training.grid",
+    "compare": "qkform.training.comparing",
+    "ray_sweep": "qkform.training.on_ray",
+    "sweep": "qkform.training.sweeping",
     "Finished": "qkform.training.run",
     "build_model": "qkform.training.models",
     "run": "qkform.training.run",

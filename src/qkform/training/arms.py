@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qkform.errors import RecordError
-from qkform.training.folders import Run, differing
+from qkform.training.gathering import Run, differing
 
 # Fields of an experiment that change nothing about what is trained, or only say where it goes.
 OUTSIDE = {"seed", "track_every", "conflict", "save_every", "keep", "report_to", "out", "name"}

@@ -16,7 +16,7 @@ from qkform.errors import ExperimentError, RecordError
 from qkform.records import write_whole
 from qkform.runs import NAME, RunRecord
 from qkform.training.experiment import Experiment
-from qkform.training.folders import BROKE, FINISHED
+from qkform.training.gathering import BROKE, FINISHED
 from qkform.training.grid import Planned
 
 EXPERIMENT, MODEL = "experiment.yaml", "model"

@@ -109,8 +109,12 @@ def spread(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def _never_words(never: Mapping[str, int], of: int, measure: str) -> list[str]:
-    what = "is never below the baseline's last loss" if measure == PUBLISHED else "never gets there"
-    found = [f"the {side} {what} in {count} of {_seeds(of)}" for side, count in never.items() if count]
+    last = {"arm": "the baseline's last loss", "baseline": "its own last loss"}
+    found = []
+    for side, count in never.items():
+        if count:
+            what = f"is never below {last[side]}" if measure == PUBLISHED else "never gets there"
+            found.append(f"the {side} {what} in {count} of {_seeds(of)}")
     if found and measure == PUBLISHED:
         found.append("for never, the published notebook prints 100 %")
     return found

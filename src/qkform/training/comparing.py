@@ -10,9 +10,9 @@ from typing import Any
 from qkform.comparisons import CLOCKS, MEASURES, PUBLISHED, CompareTable
 from qkform.errors import RecordError
 from qkform.records import Row
-from qkform.training import folders, pairing, reach
+from qkform.training import gathering, pairing, reach
 from qkform.training.arms import Arm, apart, arms_of, baseline_of
-from qkform.training.folders import BROKE, FINISHED, Run, differing
+from qkform.training.gathering import BROKE, FINISHED, Run, differing
 from qkform.training.pairing import Value
 from qkform.training.reach import Curve
 
@@ -59,7 +59,7 @@ def compare(
     if window < 1:
         raise RecordError(f"a running median over {window} tracked steps is none; expected 1 or more")
     notes: list[str] = []
-    runs = list(_usable([folders.load(path) for path in folders.find(paths)], notes))
+    runs = list(_usable([gathering.load(path) for path in gathering.find(paths)], notes))
     if not runs:
         raise RecordError("no run is finished, or none says what it trained: " + "; ".join(notes))
     arms = arms_of(runs)

@@ -17,7 +17,7 @@ from qkform.errors import ExperimentError, MissingExtra, TrainingError
 from qkform.training import job as jobs
 from qkform.training.grid import Grid
 from qkform.training.job import Job, Outcome, Say
-from qkform.training.sweep import COMMAND, held, planned, stopped, surroundings, told
+from qkform.training.sweeping import COMMAND, held, planned, stopped, surroundings, told
 
 _LOOK_SECONDS = 0.5
 _PATIENCE_SECONDS = 10
@@ -42,7 +42,7 @@ def ray_sweep(
     threads   of a run, and the CPUs that it asks the cluster for; CPUs divided by workers unless given
     gpus      that a run asks for
     retries   how often a run that fails is tried again, and how often a task whose node or worker is lost
-    The others are those of `qkform.training.sweep.sweep`, and so is what is on disk: a sweep that began on one machine
+    The others are those of `qkform.training.sweeping.sweep`, and so is what is on disk: a sweep that began on one machine
     goes on on a cluster. `out` must be the same folder on every node, with locks that hold between them.
 
     Raises MissingExtra without Ray, TrainingError where there is no cluster; else what `sweep` raises.
