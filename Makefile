@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check bench clean
+.PHONY: help setup demo test test-all check docs bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -28,13 +28,16 @@ test: setup  ## the tests (at most 12 minutes on two cores)
 test-all: setup  ## every test
 	$(BIN)/python -m pytest -n $(JOBS)
 
-check: $(STAMP)  ## style and types
+check: $(STAMP) docs  ## style, types, and the documentation built strictly
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(STAMP)  ## the documentation as a site, docs/_build/html/index.html; a link or name that leads nowhere is an error
+	$(BIN)/python -m sphinx -b html -n -W --keep-going --quiet docs docs/_build/html
 
 bench: setup  ## benchmarks, as ratios within one run (20 minutes on a quiet machine)
 	$(BIN)/python benchmarks/scan.py --save benchmarks/results
 	$(BIN)/python benchmarks/attention.py --save benchmarks/results
 
 clean:  ## remove the environment and everything generated
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache

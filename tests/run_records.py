@@ -1,4 +1,4 @@
-"""Records of runs as a test wants them: written by the schema of docs/tracking.md, without any training."""
+"""Records of runs that no model trained: made up by their schema, `qkform.run/1`, for tests of what shows them."""
 
 from __future__ import annotations
 
@@ -7,121 +7,119 @@ import math
 from pathlib import Path
 from typing import Any
 
-EXPERIMENT = {
-    "preset": "tiny",
-    "objective": "mlm",
-    "model": "modernbert",
-    "config": {},
-    "data": ["sotu"],
-    "vocabulary": 512,
-    "seq_len": 64,
-    "held_out": 256,
-    "attention": "standard",
-    "self_score_init": "diagonal",
-    "init": "standard",
-    "qk_lr_ratio": 1.0,
-    "lr": 3e-3,
-    "steps": 100,
-    "batch_size": 64,
-    "seed": 0,
-    "track_every": 10,
-    "save_every": 50,
-}
-LAYERS = [
-    {
-        "module": f"layers.{i}.attn",
-        "layer": i,
-        "part": None,
-        "mask": "bidirectional",
-        "n_heads": 4,
-        "n_kv_heads": 4,
-        "d_model": 128,
-        "d_head": 32,
+import numpy as np
+
+KINDS = ("symmetry", "directionality", "norm", "entropy", "normalised_entropy", "largest")
+
+
+def start(
+    layers: int = 2, heads: int = 3, d_model: int = 48, name: str = "layers.{}.attn", **experiment: Any
+) -> dict[str, Any]:
+    return {
+        "event": "start",
+        "schema": "qkform.run/1",
+        "step": 0,
+        "experiment": {"preset": "tiny", "objective": "clm", "seed": 0, "lr": 0.003, **experiment}
+        if experiment
+        else None,
+        "environment": {"python": "3.12.1", "torch": "2.13.0", "threads": 1, "device": "cpu"},
+        "model": {"class": "TinyModel", "model_type": "tiny"},
+        "layers": [
+            {
+                "module": name.format(i),
+                "layer": i,
+                "part": None,
+                "mask": "causal",
+                "n_heads": heads,
+                "n_kv_heads": heads,
+                "d_model": d_model,
+                "d_head": 16,
+            }
+            for i in range(layers)
+        ],
+        "probe": {"sha256": "0" * 64, "sequences": 4, "tokens": 256},
     }
-    for i in range(3)
-]
 
 
-def falling(
-    rate: float, floor: float = 3.0, top: float = 5.6, *, steps: int = 100, every: int = 10
-) -> dict[int, float]:
-    """step -> held-out loss: from `top` down to `floor`."""
-    return {step: floor + (top - floor) * math.exp(-rate * step) for step in range(0, steps + 1, every)}
-
-
-def write_run(
-    folder: Path,
-    held_out: dict[int, float | None],
-    *,
-    symmetry: float = 0.1,
-    sharp: float = 0.5,
-    loss: dict[int, float | None] | None = None,
-    end: str | None = "finished",
-    start: dict[str, Any] | None = None,
-    **experiment: Any,
-) -> Path:
-    """A run folder; over the steps symmetry rises to `symmetry` and normalised entropy falls to `sharp`, linearly."""
-    folder.mkdir(parents=True)
-    last = max(held_out)
-    lines: list[dict[str, Any]] = [
-        {
-            "event": "start",
-            "schema": "qkform.run/1",
-            "step": 0,
-            "experiment": {**EXPERIMENT, **experiment},
-            "environment": {"python": "3.11.7", "threads": 1, "world_size": 1},
-            "model": {"class": "ModernBertForMaskedLM", "model_type": "modernbert"},
-            "layers": LAYERS,
-            "probe": {"sha256": "0" * 64, "sequences": 2, "tokens": 128},
-            **(start or {}),
-        }
-    ]
-    for step, value in held_out.items():
-        done = step / last if last else 1.0
-        rows = [_layer(i, symmetry * done * (i + 1) / 2, 1 - (1 - sharp) * done) for i in range(len(LAYERS))]
-        lines.append(
+def lines(
+    of: dict[str, Any],
+    steps: int = 20,
+    every: int = 10,
+    rise: float = 0.1,
+    seed: int = 0,
+    conflict: bool = False,
+) -> list[dict[str, Any]]:
+    """One line per tracked step: a loss that falls from 5.5, symmetry that rises by `rise`, attention that sharpens."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for i in range(steps):
+        done = 1 - math.exp(-3 * i / max(steps - 1, 1))
+        rows = []
+        for place, about in enumerate(of["layers"]):
+            n, sd = about["n_heads"], 1.4 / about["d_model"]
+            many = {
+                "symmetry": rise * done * (1 + 0.3 * place) + 0.03 * rng.normal(size=n + 1),
+                "directionality": -0.4 * done + 0.05 * rng.normal(size=n + 1),
+                "norm": 2 + done + 0.1 * rng.random(n + 1),
+                "normalised_entropy": 0.95 - 0.3 * done - 0.05 * rng.random(n + 1),
+                "largest": 0.05 + 0.4 * done + 0.05 * rng.random(n + 1),
+            }
+            many["entropy"] = 4 * many["normalised_entropy"]
+            row = {"module": about["module"], "layer": about["layer"]}
+            row |= {name: float(values[0]) for name, values in many.items()}
+            row |= {"null_sd": sd, "symmetry_z": (float(many["symmetry"][0]) - 1 / about["d_model"]) / sd}
+            row["heads"] = {name: values[1:].tolist() for name, values in many.items()}
+            row["heads"] |= {"null_sd": [sd] * n, "symmetry_z": ((many["symmetry"][1:] - 0.02) / sd).tolist()}
+            null = -0.3 - 0.1 * rng.random(n)
+            cosine = null - 0.2 * done + 0.02 * rng.normal(size=n)
+            row["conflict"] = (
+                {
+                    "cosine": cosine.tolist(),
+                    "null_mean": null.tolist(),
+                    "null_sd": [0.03] * n,
+                    "excess": (cosine - null).tolist(),
+                    "share": [0.2] * n,
+                }
+                if conflict
+                else None
+            )
+            rows.append(row)
+        step = i * every
+        out.append(
             {
                 "step": step,
-                "loss": (loss or held_out)[step],
-                "held_out": value,
+                "loss": None if i == 0 else 5.5 - 2.5 * done + 0.05 * float(rng.normal()),
+                "held_out": 5.6 - 2.4 * done,
                 "tokens": step * 4096,
-                "rates": {"0": 1e-3},
+                "rates": {"qk": 0.012 * (1 - i / steps), "rest": 0.003 * (1 - i / steps)},
                 "layers": rows,
-                "seconds": step * 0.5,
-                "tracker_seconds": step * 0.001,
-                "tokens_per_second": 8192.0,
+                "seconds": 0.2 * step,
+                "tracker_seconds": 0.001 * step,
+                "tokens_per_second": 20480.0 if i else None,
             }
         )
-    if end is not None:
-        lines.append({"event": "end", "step": last, "reason": end})
-        (folder / "model").mkdir()
-    (folder / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return out
+
+
+def write(folder: Path, *parts: dict[str, Any], torn: str = "") -> Path:
+    """A run folder with these lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(line) + "\n" for line in parts)
+    (folder / "record.jsonl").write_text(text + torn, encoding="utf-8")
     return folder
 
 
-def _layer(layer: int, symmetry: float, entropy: float) -> dict[str, Any]:
-    whole = {
-        "symmetry": symmetry,
-        "symmetry_z": symmetry / 0.011,
-        "null_sd": 0.011,
-        "directionality": -symmetry,
-        "norm": 4.0,
-        "entropy": 4 * entropy,
-        "normalised_entropy": entropy,
-        "largest": 1 - entropy,
+def run(folder: Path, *, steps: int = 20, rise: float = 0.1, conflict: bool = False, **options: Any) -> Path:
+    """A finished run, resumed once, with an experiment of these options."""
+    shape = {name: options.pop(name) for name in ("layers", "heads", "d_model", "name") if name in options}
+    first = start(**shape, **options)
+    found = lines(first, steps, rise=rise, seed=options.get("seed", 0), conflict=conflict)
+    resume = {
+        "event": "resume",
+        "step": found[len(found) // 2]["step"],
+        "exact": True,
+        "reason": None,
+        "environment": {},
     }
-    heads = {name: [value] * 4 for name, value in whole.items()}
-    return {"module": f"layers.{layer}.attn", "layer": layer, **whole, "heads": heads, "conflict": None}
-
-
-def write_arms(root: Path) -> None:
-    """Two arms of three seeds as `qkform sweep` leaves them: the second twice as fast, and more symmetric."""
-    for seed in range(3):
-        write_run(root / "standard" / f"seed-{seed}", falling(0.03, 3 + seed / 10), seed=seed)
-        write_run(
-            root / "matched" / f"seed-{seed}",
-            falling(0.06, 3 + seed / 10),
-            seed=seed,
-            init="matched",
-            symmetry=0.3,
-        )
+    end = {"event": "end", "step": found[-1]["step"], "reason": "finished"}
+    return write(folder, first, *found[: len(found) // 2], resume, *found[len(found) // 2 :], end)

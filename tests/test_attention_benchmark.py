@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,15 @@ def test_implementations_that_differ_end_the_run(script: Any, wrong: int) -> Non
         SystemExit, match=("output" if wrong == 0 else "gradient of self_score") + " of flash"
     ):
         script.check(found, inputs, "here")
+
+
+def test_a_part_that_a_run_leaves_out_stays_as_this_machine_recorded_it(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "report", lambda result: f"{sorted(result)}")
+    here, there = ({"cpu": name, "device_type": "cpu"} for name in ("this", "that"))
+    script.save({"machine": here, "not_judged": None, "memory": [1], "step": [1]}, tmp_path)
+    script.save({"machine": here, "not_judged": None, "step": [2]}, tmp_path)
+    kept = json.loads((tmp_path / "attention.json").read_text())
+    assert (kept["memory"], kept["step"]) == ([1], [2])
+    assert "memory" in (tmp_path / "attention.txt").read_text()
+    script.save({"machine": there, "not_judged": None, "step": [3]}, tmp_path)
+    assert "memory" not in json.loads((tmp_path / "attention.json").read_text())

@@ -14,7 +14,7 @@ from qkform.comparisons import CLOCKS, MEASURES, PAIR_COLUMNS, PUBLISHED, Compar
 from qkform.errors import RecordError
 from qkform.training import pairing, reach
 from qkform.training.comparing import compare
-from tests.run_records import falling, write_run
+from tests.arm_records import falling, write_run
 
 FAST, SLOW = 0.06, 0.03
 

@@ -18,7 +18,7 @@ from qkform.report.screens import renderables
 from qkform.targets import written_by_us
 from qkform.training.comparing import compare
 from tests import test_report as pages
-from tests.run_records import falling, write_run
+from tests.arm_records import falling, write_run
 from tests.test_compare import FAST, SLOW
 
 cache, browser = pages.cache, pages.browser

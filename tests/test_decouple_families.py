@@ -251,7 +251,8 @@ class Oracle:
             scores = scores + attention_mask
         elif causal and path in self.v:
             scores = scores + torch.full((n, m), -torch.inf).triu(m - n + 1)
-        return (scores.softmax(-1) @ value).transpose(1, 2), None
+        weights = scores.softmax(-1)
+        return (weights @ value).transpose(1, 2), weights
 
 
 @contextmanager
@@ -300,6 +301,31 @@ def test_logits_are_those_of_an_eager_forward_with_the_diagonal_replaced(family:
     assert_close(found, expected)
     plain = logits(recouple_(copy.deepcopy(model)), **given)
     assert (found - plain).abs().max() > 1e-2 * plain.abs().max()  # v does something
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        f if f.name in ("bert", "gpt2", "opt", "whisper") else pytest.param(f, marks=pytest.mark.slow)
+        for f in FAMILIES
+    ],
+    ids=lambda family: family.name,
+)
+def test_output_attentions_are_those_of_an_eager_forward_with_the_diagonal_replaced(family: Family) -> None:
+    model = decoupled(family)
+    given = inputs(family)
+    with torch.no_grad():
+        found = model(**given, output_attentions=True)
+        with oracle_of(family, model) as oracle:
+            expected = oracle(**given, output_attentions=True)
+    names = [name for name in expected if name.endswith("attentions") and expected[name]]
+    assert names
+    for name in names:
+        assert len(found[name]) == len(expected[name])
+        for one, other in zip(found[name], expected[name], strict=True):
+            assert_close(one, other)
+    unasked = model(**given)
+    assert not any(unasked.get(name) for name in names)
 
 
 @every

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.conftest import BERT_CONFIG, bert_tensors
-from tests.run_records import write_arms
+from tests.arm_records import write_arms
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -449,6 +449,38 @@ def test_attention_that_does_not_learn_has_its_course_in_closed_form(name, objec
     np.testing.assert_allclose(flow.frozen(course.time), course.sharpness * course.gain, rtol=1e-9)
 
 
+def test_a_squared_loss_close_to_0_has_its_time_course():
+    """The pull falls to 0 with the loss, and the time left grows as its logarithm: z = 1 - (1 - z0) exp(-share T)."""
+    flow = Flow(objective="squared", start=(0.4, 0.3))
+    for points in (2, 40):
+        course = flow.time_course(0.0, 1e-9, points)
+        assert len(course.time) == points
+        np.testing.assert_allclose(
+            1 - flow.frozen(course.time), 1 - course.sharpness * course.gain, rtol=1e-7
+        )
+
+
+def test_long_times_and_steep_lines_keep_their_digits():
+    """x - W(x) is a logarithm that is lost where x is large: the margin grows as ln t, the gap as ln b^2."""
+    times = np.array([1e15, 1e18, 1e30])
+    rate = Flow().task.k_ov * Flow().task.sharpness(0.0) ** 2
+    np.testing.assert_allclose(Flow().frozen(times), np.log(7 * rate * times), rtol=1e-9)
+    steep = Flow().slope(1.0) / 2
+    assert Flow().gap_at(1e12, 1.0) == pytest.approx(math.log(steep * 1e24 / Flow().task.odds), rel=1e-9)
+
+
+def test_numbers_of_numpy_are_numbers():
+    sizes = {
+        "classes": np.int64(8),
+        "common": np.float32(16),
+        "scale": np.float64(0.5),
+        "start": (np.float32(0), 0),
+    }
+    assert Flow(**sizes).closed_form(np.float32(4), np.float64(0.1)) == Flow(scale=0.5).closed_form(4, 0.1)
+    assert flow_of("FAFO", start=np.float32(0.5)) == flow_of("FAFO", start=0.5)
+    assert Flow().table(np.array([1.0, 2.0]), 0.1, simulated=False).rows[1]["ratio"] == 2.0
+
+
 # ---- steps by entry ----------------------------------------------------------------------------------------
 
 
@@ -463,6 +495,15 @@ def test_sign_descent_walks_a_straight_line(ratio, known):
     assert run.sharpness == pytest.approx(end.sharpness, rel=2e-3)
     np.testing.assert_allclose(run.gaps, 33**-0.5 * ratio * run.gains, atol=2.01 * 33**-0.5 * ratio * 1e-2)
     assert run.off_ray_qk < 1e-6
+
+
+def test_sign_descent_is_on_its_line_under_a_squared_loss_of_two_classes_alone():
+    """With more, targets are 1 - 1/M and -1/M: wrong logits arrive first and the loss is no function of the margin."""
+    two, many = Flow(2, objective="squared"), Flow(4, 2, 5, 2, 3, scale=0.45, objective="squared")
+    end, run = two.sign_descent(4.0, 0.02), two.descend(4.0, 0.02, "sign", lr=2e-3)
+    assert run.gap == pytest.approx(end.gap, rel=5e-3)
+    run = many.descend(3.0, 0.02, "sign", lr=2e-3)
+    assert run.gap / (0.45 * 3.0 * run.gain) > 1.05  # 1.08
 
 
 def test_adam_is_sharper_with_a_faster_query_key_circuit_too():
@@ -525,14 +566,14 @@ def test_small_steps_of_gradient_descent_are_the_flow():
         (lambda: Flow(start=(1.0, 20.0)).closed_form(1.0, 1.0), "behind the start, whose loss is"),
         (lambda: Flow(start=(1.0, 20.0)).simulate(1.0, 1.0), "behind the start, whose loss is"),
         (lambda: Flow().ratio_for(0.05, 0.1), "starts at 0.0625 and sharpens towards 1"),
-        (lambda: Flow().ratio_for(1.0, 0.1), "sharpness 1.0 is not reached"),
+        (lambda: Flow().ratio_for(1.0, 0.1), "sharpness is 1.0; that is not reached"),
         (lambda: Flow(start=(0, 6.0)).ratio_for(0.9, 0.1), "below the start's 6"),
         (lambda: Flow(common=math.inf, scale=1.0).simulate(1.0, 0.1), "closed forms alone"),
         (lambda: Flow(40, 20, 400).simulate(1.0, 0.1), "320,000 over 1,200 tokens"),
         (lambda: Flow().simulate(1.0, 0.1, factor_ratio=0.0), "factor_ratio is 0.0"),
         (lambda: Flow().simulate(1.0, 0.1, noise=0.0), "noise is 0.0"),
         (lambda: Flow().simulate(1.0, 0.1, rtol=0.0), "rtol is 0.0"),
-        (lambda: Flow().gap_at(-1.0, 1.0), "gain -1.0 is below"),
+        (lambda: Flow().gap_at(-1.0, 1.0), "gain is -1.0; it starts at 0.0 and only grows"),
         (lambda: Flow().gain_at(1.0, 0.0), "not on the way"),
         (lambda: Flow().time_course(1.0, 0.1, 1), "points is 1"),
         (lambda: flow_of("CAFO").frozen(1.0), "time_course(ratio=0.0, ...)"),
@@ -540,6 +581,29 @@ def test_small_steps_of_gradient_descent_are_the_flow():
         (lambda: Flow().sign_descent(0.0, 0.1), "needs one above 0"),
         (lambda: Flow().descend(1.0, 0.1, "lion"), "known: sgd, sign, adam"),
         (lambda: Flow().descend(1.0, 0.1, lr=0.0), "lr is 0.0"),
+        (lambda: Flow(objective="squared").sign_descent(1.0, 0.1), "leaves the line"),
+        (lambda: Flow(objective="squared").time_course(1.0, 1e-40), "1e-25 or more"),
+        (lambda: Flow(classes=10**400), "is a whole number"),
+        (lambda: Flow(per_class=1e300), "per_class is 1e+300; it is 1099511627776 or less"),
+        (lambda: Flow(scale="1"), "scale is '1'"),
+        (lambda: Flow(start="12"), "start is '12'; it is one number, or a pair"),
+        (lambda: Flow(start=(0.1, None)), "start is None"),
+        (lambda: Flow(imbalance=None), "imbalance is None"),
+        (lambda: Flow(objective=[]), "objective is []"),
+        (lambda: Flow(attention=np.zeros(2)), "attention is array"),
+        (lambda: Flow().closed_form("1", 0.1), "ratio is '1'"),
+        (lambda: Flow().closed_form(np.ones(2), 0.1), "ratio is array"),
+        (lambda: Flow().closed_form(1.0, None), "loss is None"),
+        (lambda: Flow().ratio_for("0.5", 0.1), "sharpness is '0.5'"),
+        (lambda: Flow().gap_at(None, 1.0), "gain is None"),
+        (lambda: Flow().gap_at(math.inf, 1.0), "gain is inf"),
+        (lambda: Flow().gain_at("1", 1.0), "gap is '1'"),
+        (lambda: Flow().time_course(1.0, 0.1, 2.5), "points is 2.5; it is a whole number"),
+        (lambda: Flow().frozen("soon"), "times is 'soon'"),
+        (lambda: Flow().early(1.0, [-1.0]), "times is [-1.0]; times are numbers, 0 or above"),
+        (lambda: Flow().simulate(1.0, 0.1, seed=-1), "seed is -1"),
+        (lambda: Flow().simulate(1.0, 0.1, rtol="small"), "rtol is 'small'"),
+        (lambda: Flow().table("1", 0.1), "ratio is '1'"),
     ],
 )
 def test_what_cannot_be_answered_says_why(ask, words):

@@ -46,6 +46,7 @@ ARROWS = {
     "dynamics": {
         "attention",
         "form",
+        "layouts",
         "sites",
         "records",
         "flows",
@@ -71,7 +72,7 @@ ARROWS = {
         "wrappers",
     },
     "flows": {"records", "errors"},
-    "report": {"records", "comparisons", "differences", "flows", "errors", "cache", "steps"},
+    "report": {"records", "comparisons", "differences", "flows", "runs", "errors", "cache", "steps"},
     "targets": {"records", "comparisons", "differences", "flows", "errors", "report", "checkpoints"},
     "differ": {"differences", "errors", "form", "layouts", "options", "records", "scanner", "scoring"},
     "cli": {

@@ -872,7 +872,9 @@ def test_a_model_of_cross_attention_alone() -> None:
 def test_the_change_is_recorded_in_the_model() -> None:
     model = model_of("bert")
     qk.surgery.symmetrize_(model, arm="indefinite", seed=7)
-    assert record.changes(model) == [{"change": "symmetrize", "arm": "indefinite", "seed": 7}]
+    (change,) = record.changes(model)
+    assert [change[name] for name in ("change", "arm", "seed")] == ["symmetrize", "indefinite", 7]
+    assert change["sites"] == [site.path for site in sites.find(model)]
     json.dumps(model.config.qkform)
     other = model_of("bert")
     qk.surgery.symmetrize_(torch.compile(other, backend="eager"), arm="indefinite", seed=7)
@@ -933,5 +935,6 @@ def test_a_saved_start_is_loaded_with_its_record(tmp_path: Path) -> None:
     qk.surgery.symmetrize_(model, arm="skew", seed=11)
     model.save_pretrained(tmp_path)
     loaded = qk.surgery.from_pretrained(type(model), tmp_path)
-    assert record.changes(loaded) == [{"change": "symmetrize", "arm": "skew", "seed": 11}]
+    (change,) = record.changes(loaded)
+    assert [change[name] for name in ("change", "arm", "seed")] == ["symmetrize", "skew", 11]
     assert changed(weights(model), loaded) == 0

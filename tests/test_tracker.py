@@ -124,7 +124,7 @@ def test_loss_tokens_and_rates(path):
     with Tracker(model, every=2, path=path) as tracker:
         train(model, 4, tracker, optimizer)
     steps = RunRecord.load(path).steps
-    assert [step["tokens"] for step in steps] == [None, 2 * 19, 4 * 19]
+    assert [step["tokens"] for step in steps] == [0, 2 * 19, 4 * 19]
     assert steps[0]["loss"] is None
     assert steps[0]["layers"][0]["entropy"] is None
     assert [step["rates"] for step in steps] == [{"body": 0.1, "1": 0.3}] * 3

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from qkform.differences import DiffTable
     from qkform.flows import FlowTable
     from qkform.records import ScoreTable
+    from qkform.report.runset import RunSet
 
 _HEAD = 4096  # bytes in which a file of ours shows that it is one
 _SHOWN = re.compile(
@@ -105,7 +106,7 @@ def written_by_us(path: Path) -> bool:
 
 
 def _has_our_columns(text: bytes) -> bool:
-    """Of the rows of scores, of differences, of a flow, or of a comparison; those that every version had are enough."""
+    """Of the rows of scores, differences, a flow, a comparison, or runs; those that every version had are enough."""
     return any(
         all(name in text for name in names)
         for names in (
@@ -113,6 +114,7 @@ def _has_our_columns(text: bytes) -> bool:
             (b"source_a", b"source_b", b"symmetry_change", b"relative_change"),
             (b"ratio", b"gap", b"gain", b"simulated_sharpness"),
             (b"baseline", b"measure", b"baseline_value", b"arm_never"),
+            (b"run", b"arm", b"tracker_seconds", b"normalised_entropy"),
         )
     )
 
@@ -197,7 +199,7 @@ def _is_model_file(real: Path) -> bool:
 
 
 def write(
-    table: ScoreTable | DiffTable | FlowTable | CompareTable,
+    table: ScoreTable | DiffTable | FlowTable | CompareTable | RunSet,
     out: Sequence[Path],
     html: Path | None,
     plots: Path | None,

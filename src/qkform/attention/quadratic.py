@@ -27,20 +27,18 @@ class _Quadratic(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, v: Tensor) -> Tensor:
-        squares = x * x
-        ctx.save_for_backward(x, v, squares if v.requires_grad else None)
-        return _scores(squares, v)
+        ctx.save_for_backward(x, v)
+        return _scores(x * x, v)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, v, squares = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a graph of the backward is asked for
-            squares = x * x
+        x, v = ctx.saved_tensors
         along = grad.mT  # (B, N, H)
         grad_x = grad_v = None
         if ctx.needs_input_grad[0]:
             grad_x = along @ (2 * v)
             grad_x = grad_x * x if torch.is_grad_enabled() else grad_x.mul_(x)
         if ctx.needs_input_grad[1]:
+            squares = x * x  # once more: kept from the forward, its memory costs more than its time
             grad_v = along.reshape(-1, v.shape[0]).mT @ squares.reshape(-1, v.shape[1])
         return grad_x, grad_v

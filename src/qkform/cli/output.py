@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from qkform.differences import DiffTable
     from qkform.flows import FlowTable
     from qkform.records import ScoreTable
+    from qkform.report.runset import RunSet
 
 LONGEST = 2500  # characters of one message: names in a hostile file can be millions long
 
 
-def print_table(table: ScoreTable | DiffTable | FlowTable | CompareTable, format: str) -> None:
+def print_table(table: ScoreTable | DiffTable | FlowTable | CompareTable | RunSet, format: str) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no fault
     if format == "json":
@@ -59,7 +60,7 @@ def print_lines(drawn: Callable[[int, bool], Iterable[Any]]) -> None:
 
 
 def write(
-    table: ScoreTable | DiffTable | FlowTable | CompareTable,
+    table: ScoreTable | DiffTable | FlowTable | CompareTable | RunSet,
     out: Sequence[Path],
     html: Path | None,
     plots: Path | None,

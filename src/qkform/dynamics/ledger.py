@@ -69,7 +69,7 @@ class Ledger:
         rate = None
         if self._last is not None and self.tokens is not None and seconds > self._last[1]:
             rate = (self.tokens - self._last[0]) / (seconds - self._last[1])
-        self._last = None if self.tokens is None else (self.tokens, seconds)
+        self._last = (self.tokens or 0, seconds)
         return {
             "seconds": seconds,
             "tracker_seconds": self.tracker_seconds + since,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from qkform.dynamics.calls import Call
-from qkform.dynamics.capture import Watched, observe
+from qkform.dynamics.capture import Watched, capture, observe
 from qkform.dynamics.conflicts import Conflict, conflict
 from qkform.errors import ConfigError, DynamicsError, LayoutError
 from qkform.form.null import null_variance
@@ -19,9 +19,16 @@ from qkform.options import Options
 from qkform.scoring import layer_rows
 from qkform.sites import LiveModel, open_live
 
+if TYPE_CHECKING:
+    from qkform.layouts import AttentionLayer
+
 _OPTIONS = Options(signature="none")
 _OF_FORM = ("symmetry", "symmetry_z", "null_sd", "directionality", "norm")
 _OF_ATTENTION = ("entropy", "normalised_entropy", "largest")
+# What of a batch says which queries are padding, and by which value, where that is not 0.
+_ENCODING = ("attention_mask", "src_key_padding_mask")
+_DECODING = ("decoder_attention_mask", "labels")  # the decoder reads its labels, one place on
+_CLOSED = {"src_key_padding_mask": 1, "labels": -100}
 
 
 class Measures:
@@ -43,23 +50,30 @@ class Measures:
             raise DynamicsError(f"{self.live.source} has no self-attention: nothing to track")
 
     @property
+    def is_encoder_decoder(self) -> bool:
+        return bool((self.live.config or {}).get("is_encoder_decoder"))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        parameter = next(iter(self.live.root.parameters()), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+    @property
     def about(self) -> list[dict[str, Any]]:
         """What is measured, a description of each layer."""
         names = ("module", "layer", "part", "mask", "n_heads", "n_kv_heads", "d_model", "d_head")
         return [{name: getattr(layer, name) for name in names} for layer in self.layers]
 
     def rows(
-        self, batch: Mapping[str, Any] | None = None, *, labels: bool = False, permutations: int | None = None
+        self, batch: Mapping[str, Any] | None = None, *, permutations: int | None = None
     ) -> list[dict[str, Any]]:
-        """One row per layer: scores of its form, and with a batch how it attends; with permutations its conflict.
-
-        labels    whether the batch has them: they are left out where no loss is asked for
-        """
-        rows = [self._of_form(i) for i in range(len(self.layers))]
+        """One row per layer: scores of its form, and with a batch how it attends; with permutations its conflict."""
+        rows = [self._of_form(layer) for layer in self._read()]
         if batch is None:
             return rows
         root = self.live.root
-        attention = _of_attention(observe(root, batch), batch)
+        attention = {each.path: self._heads(each, batch) for each in observe(root, batch)}
         against = (
             {} if permutations is None else _of_conflict(conflict(root, batch, permutations=permutations))
         )
@@ -70,9 +84,23 @@ class Measures:
             row["conflict"] = against.get(row["module"])
         return rows
 
-    def _of_form(self, i: int) -> dict[str, Any]:
-        """The row of a layer with the scores of its weights; they are read anew."""
-        layer = replace(self.layers[i])  # a copy, which the weights it reads live no longer than
+    def take_part(self, batch: Mapping[str, Any] | None, *, permutations: int | None) -> None:
+        """What other processes do while the first one asks for `rows` of a sharded model."""
+        for _ in self._read():
+            pass
+        if batch is not None:
+            observe(self.live.root, batch)
+        if batch is not None and permutations is not None:
+            capture(self.live.root, batch)
+
+    def _read(self) -> Iterator[AttentionLayer]:
+        """The layers with their weights, which live no longer than the caller keeps a layer."""
+        for layer in self.layers:
+            fresh = replace(layer)
+            _ = fresh.form, fresh.v
+            yield fresh
+
+    def _of_form(self, layer: AttentionLayer) -> dict[str, Any]:
         whole, *heads = (_scores(row) for row in layer_rows(layer, _OPTIONS))
         unknown = dict.fromkeys(_OF_ATTENTION)
         row: dict[str, Any] = {"module": layer.module, "layer": layer.layer}
@@ -83,6 +111,28 @@ class Measures:
         row["conflict"] = None
         return row
 
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _heads(self, each: Watched, batch: Mapping[str, Any]) -> dict[str, list[float | None]]:
+        """As `sharpness` defines them, without what is not recorded: tested against it."""
+        sums, counts = [], []
+        for call in each.calls:
+            asking = _asking(call, batch, each.path, two=self.is_encoder_decoder)
+            for some, rows, weights, open_ in call.weights():
+                keys = open_.sum(-1)  # (b or 1, H or 1, R)
+                if asking is not None:
+                    keys = keys * asking[some, None, rows]
+                entropy = torch.special.entr(weights).sum(-1).double()  # (b, H, R)
+                normalised = entropy / keys.clamp(min=2).log()
+                sums.append(
+                    _sums((entropy, keys > 0), (normalised, keys > 1), (weights.amax(-1).double(), keys > 0))
+                )
+                counts.append(_sums(*((keys.new_ones(entropy.shape), keys > least) for least in (0, 1, 0))))
+        total, count = torch.stack(sums).sum(0).tolist(), torch.stack(counts).sum(0).tolist()
+        return {
+            name: [value / n if n else None for value, n in zip(total[i], count[i], strict=True)]
+            for i, name in enumerate(_OF_ATTENTION)
+        }
+
 
 def _scores(row: Mapping[str, Any]) -> dict[str, Any]:
     """Of a row as a scan makes it, with the null's standard deviation beside z."""
@@ -91,50 +141,22 @@ def _scores(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "null_sd": sd}
 
 
-def _of_attention(watched: Iterable[Watched], batch: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
-    """By module: entropy, normalised entropy and largest weight of each head, means over its rows."""
-    return {each.path: _heads(each, batch) for each in watched}
-
-
-@torch.no_grad()  # type: ignore[untyped-decorator]
-def _heads(each: Watched, batch: Mapping[str, Any]) -> dict[str, list[float | None]]:
-    """As `sharpness` defines them, without what is not recorded: tested against it."""
-    sums, counts = [], []
-    for call in each.calls:
-        asking = _asking(call, batch, each.path)
-        for some, rows, weights, open_ in call.weights():
-            keys = open_.sum(-1)  # (b or 1, H or 1, R)
-            if asking is not None:
-                keys = keys * asking[some, None, rows]
-            entropy = torch.special.entr(weights).sum(-1).double()  # (b, H, R)
-            normalised = entropy / keys.clamp(min=2).log()
-            sums.append(
-                _sums((entropy, keys > 0), (normalised, keys > 1), (weights.amax(-1).double(), keys > 0))
-            )
-            counts.append(_sums(*((keys.new_ones(entropy.shape), keys > least) for least in (0, 1, 0))))
-    total, count = torch.stack(sums).sum(0).tolist(), torch.stack(counts).sum(0).tolist()
-    return {
-        name: [value / n if n else None for value, n in zip(total[i], count[i], strict=True)]
-        for i, name in enumerate(_OF_ATTENTION)
-    }
-
-
 def _sums(*pairs: tuple[Tensor, Tensor]) -> Tensor:
     """(pairs, H) float64: of each pair the sum of its values (b, H, R) where its condition holds."""
     return torch.stack([torch.where(known, values, 0).sum((0, 2)).double() for values, known in pairs])
 
 
-def _asking(call: Call, batch: Mapping[str, Any], path: str) -> Tensor | None:
-    """(B, N) bool, the queries that are no padding; None where the batch says nothing about it."""
+def _asking(call: Call, batch: Mapping[str, Any], path: str, *, two: bool) -> Tensor | None:
+    """(B, N) bool, the queries that are no padding; None where the batch says nothing about it.
+
+    two    whether the model is an encoder and a decoder, of which each has its own tokens
+    """
     shape = (call.query.shape[0], call.query.shape[2])
-    names = ["attention_mask", "src_key_padding_mask"]
-    if "decoder" in path.split(".") and ("decoder_input_ids" in batch or "decoder_attention_mask" in batch):
-        names = ["decoder_attention_mask"]
-    for name in names:
-        mask = batch.get(name)
-        if isinstance(mask, Tensor) and tuple(mask.shape) == shape:
-            closed = name == "src_key_padding_mask"
-            return (mask == 0 if closed else mask != 0).to(call.query.device)
+    decoding = two and "decoder" in path.split(".")
+    for name in _DECODING if decoding else _ENCODING:
+        given = batch.get(name)
+        if isinstance(given, Tensor) and tuple(given.shape) == shape:
+            return (given != _CLOSED.get(name, 0)).to(call.query.device)
     return None
 
 

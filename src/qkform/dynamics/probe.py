@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from qkform.dynamics.chance import RandomState
 from qkform.errors import DynamicsError, MissingExtra, RecordError
 from qkform.records import write_whole
 from qkform.runs import NAME
 
+_LABELS = ("labels", "label", "label_ids", "next_sentence_label", "start_positions", "end_positions")
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -50,7 +55,7 @@ class Probe:
 
     def batch(self, device: torch.device, *, labels: bool = True) -> dict[str, Any]:
         """As the model is called with it; without labels it computes no loss."""
-        kept = {k: v.to(device) for k, v in self.tensors.items() if labels or not k.endswith("labels")}
+        kept = {k: v.to(device) for k, v in self.tensors.items() if labels or k not in _LABELS}
         return {**kept, **self.plain}
 
     @property
@@ -95,6 +100,33 @@ class Probe:
         except (OSError, ValueError, SafetensorError) as error:
             raise RecordError(f"cannot read the probe {path}: {error}") from None
         return cls({**tensors, **plain})
+
+
+def first_of(dataloader: Any, sequences: int) -> dict[str, Any]:
+    """The first batch of a data loader, of so many sequences: from the data set, as the loader puts them together.
+
+    The loader itself is left alone, since in a Trainer it counts who reads it. Collators that draw, as those of masked
+    language models do, draw the same whenever this is called, and nobody else's random numbers change.
+    """
+    before = RandomState()
+    try:
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        torch.manual_seed(0)
+        dataset, collate = getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None)
+        if dataset is None or collate is None:
+            return dict(next(iter(dataloader)))
+        whole = (
+            getattr(dataloader, "batch_size", 1) is None
+            and getattr(dataloader, "batch_sampler", None) is None
+        )
+        if hasattr(dataset, "__getitem__"):
+            few = [dataset[i] for i in range(1 if whole else min(sequences, len(dataset)))]
+        else:
+            few = list(itertools.islice(iter(dataset), 1 if whole else sequences))
+        return dict(collate(few[0] if whole else few))
+    finally:
+        before.put_back()
 
 
 def place(record: Path) -> Path:

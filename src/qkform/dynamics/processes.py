@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from qkform.errors import QKFormError
+
+T = TypeVar("T")
+
 
 def together() -> bool:
     """Whether there are several processes."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def world_size() -> int:
@@ -32,13 +37,20 @@ def total(value: float, device: torch.device) -> float:
     return float(kept)
 
 
-def from_first(value: Any, device: torch.device) -> Any:
-    """What the first process has, in each of them."""
+def by_first(compute: Callable[[], T], device: torch.device) -> T:
+    """What a function returns in the first process, or the error that it raises there, in each of them."""
     if not together():
-        return value
-    held = [value]
+        return compute()
+    held: list[Any] = [None, None]
+    if is_first():
+        try:
+            held[0] = compute()
+        except QKFormError as error:
+            held[1] = error
     dist.broadcast_object_list(held, src=0, device=_reachable(device))
-    return held[0]
+    if held[1] is not None:
+        raise held[1]
+    return held[0]  # type: ignore[no-any-return]
 
 
 def _reachable(device: torch.device) -> torch.device:

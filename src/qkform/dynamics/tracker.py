@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ from qkform.dynamics.environment import changed, environment
 from qkform.dynamics.ledger import Ledger, counted
 from qkform.dynamics.measures import Measures
 from qkform.dynamics.probe import Probe, place
-from qkform.dynamics.processes import from_first, is_first, is_sharded, resharded, total, world_size
+from qkform.dynamics.processes import by_first, is_first, is_sharded, resharded, total, world_size
 from qkform.dynamics.tracker_events import TrainerEvents
 from qkform.errors import DynamicsError, RecordError
 from qkform.runs import NAME, RunRecord, RunWriter
 
 PERMUTATIONS = 20  # draws of the null of conflict, where it is asked for without a number
-HeldOut = Callable[[], Any] | float | Tensor | bool | None
+HeldOut: TypeAlias = Any  # a number, a function that returns one, None; in a Trainer a bool
 
 
 class Tracker(TrainerEvents):
@@ -55,7 +55,8 @@ class Tracker(TrainerEvents):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Tracker:
-        return super().__new__(_as_callback(cls) if "transformers" in sys.modules else cls)
+        kind = _as_callback(cls) if "transformers" in sys.modules else cls  # type: ignore[arg-type]
+        return super().__new__(kind)
 
     def __init__(
         self,
@@ -89,11 +90,11 @@ class Tracker(TrainerEvents):
         self._probe = None if probe is None else Probe(probe)
         if self.conflict is not None and self._probe is not None and not self._probe.has_labels:
             raise DynamicsError("conflict needs a loss, and the probe has no labels; add them to it")
+        self._started = self._resumed_line = False
         self._writer: RunWriter | None = None  # of the first process
         self._measures: Measures | None = None  # None: not begun
         self._loaded: Mapping[str, Any] | None = None
         self._last: dict[str, Any] | None = None  # the last step, where it was not tracked
-        self._events_begin()
 
     # ---- a plain loop --------------------------------------------------------------------------------------
 
@@ -146,7 +147,9 @@ class Tracker(TrainerEvents):
         """Let the record go without an end, as a kill would: the run can be resumed."""
         if self._writer is not None:
             self._writer.close()
-        self._writer = self._measures = self._last = None
+        if self._hook is not None:
+            self._hook.remove()
+        self._writer = self._measures = self._last = self._hook = None
 
     def __enter__(self) -> Tracker:
         return self
@@ -185,54 +188,44 @@ class Tracker(TrainerEvents):
         """Find what is tracked, and open the record: a new one, or the old one cut back to `resume`."""
         if model is None:
             raise DynamicsError("the tracker has no model; give it one, or use it as a callback of a Trainer")
+        if resume is not None and step < resume:
+            raise DynamicsError(f"the tracker resumes after step {resume}, and step {step} comes before it")
         self.ledger.begin()
         with self.ledger.own():
-            measures = Measures(model)
-            if resume is not None and step < resume:
-                raise DynamicsError(
-                    f"the tracker resumes after step {resume}, and step {step} comes before it"
-                )
-            self._open(resume, measures)
-            self._measures = measures
+            self._measures = measures = Measures(model)
+            self._started, self._first_step, self._first_rows = resume is not None, step, True
+            found = by_first(lambda: self._opened(resume, measures), measures.device)
+            if found is None:
+                return
+            if found.probe is not None:
+                self._probe = found.probe
+            self._resumed_line = found.last is not None and found.last["step"] == resume
+            if self._loaded is None and found.last is not None:
+                self.ledger.load(found.last)
 
-    def _open(self, resume: int | None, measures: Measures) -> None:
-        self._started = resume is not None
-        record = None
-        if is_first():
-            if resume is None:
-                self._writer = RunWriter.new(self.path)
-            else:
-                self._writer, record = self._resumed(resume, measures)
-        if resume is not None:
-            self._kept_probe(
-                from_first(None if record is None else dict(record.start), self._device_of(measures))
-            )
-            lines = [] if record is None else [line for line in record.steps if line["step"] == resume]
-            line = from_first(lines[0] if lines else None, self._device_of(measures))
-            if self._loaded is None and line is not None:
-                self.ledger.load(line)
-
-    def _resumed(self, step: int, measures: Measures) -> tuple[RunWriter, RunRecord]:
+    def _opened(self, resume: int | None, measures: Measures) -> Resumed | None:
+        """In the first process: the record, and what a resumed run goes on with."""
+        if resume is None:
+            self._writer = RunWriter.new(self.path)
+            return None
         before = RunRecord.load(self.path)
         if before.layers != measures.about:
-            raise RecordError(f"{self.path} is of another model: its layers are not those of this one")
+            raise RecordError(
+                f"{self.path} is the record of another model: its layers are not those of this one"
+            )
+        probe = kept_probe(self.path, before, self._probe)
         now = environment(measures.live.root)
         reason = changed(before.start.get("environment") or {}, now)
-        steps = [line["step"] for line in before.steps]
-        if reason is None and step not in steps and (step % self.every == 0 or max(steps, default=-1) < step):
-            reason = f"the record has no line of step {step}" if step % self.every == 0 else None
-        return RunWriter.resume(self.path, step, environment=now, exact=reason is None, reason=reason)
-
-    def _kept_probe(self, start: Mapping[str, Any]) -> None:
-        """The probe that the record was begun with; RecordError where it is another one."""
-        kept = (start.get("probe") or {}).get("sha256")
-        if self._probe is None and kept is not None and place(self.path).exists():
-            self._probe = Probe.load(place(self.path))
-        mine = None if self._probe is None else self._probe.sha256
-        if mine != kept and not (mine is None and kept is not None and self._in_trainer):
-            raise RecordError(
-                f"{self.path} was begun with another probe; give that one, or none: it is kept in {place(self.path)}"
-            )
+        lines = {line["step"]: dict(line) for line in before.steps if line["step"] <= resume}
+        if reason is None and resume not in lines:
+            if resume % self.every == 0:
+                reason = f"the record has no line of step {resume}"
+            elif self._loaded is None:
+                reason = f"nothing says how many tokens and seconds there were up to step {resume}"
+        self._writer, _ = RunWriter.resume(
+            self.path, resume, environment=now, exact=reason is None, reason=reason
+        )
+        return Resumed(probe, lines[max(lines)] if lines else None)
 
     def _start(self) -> None:
         """The first line, once it is known what the probe is."""
@@ -240,14 +233,14 @@ class Tracker(TrainerEvents):
             return
         self._started = True
         measures = self._measures
-        assert measures is not None
-        if self._writer is None:
+        if self._writer is None or measures is None:
             return
         if self._probe is not None:
             self._probe.save(place(self.path))
         root = measures.live.root
         self._writer.start(
             {
+                "step": self._first_step,
                 "experiment": self.experiment,
                 "environment": environment(root),
                 "model": {"class": type(root).__name__, "model_type": measures.model_type},
@@ -258,28 +251,22 @@ class Tracker(TrainerEvents):
 
     def _track(self, step: int, *, loss: Any, rates: Mapping[str, Any], held_out: HeldOut) -> None:
         """Measure, and write the line."""
-        loss = self._mean(loss)
+        loss = None if loss is None else total(float(loss), self._device) / world_size()
         held_out = held_out() if callable(held_out) else held_out
         line = self._measured(step, rates)
         self._write({**line, "loss": loss, "held_out": None if held_out is None else float(held_out)})
-
-    def _mean(self, loss: Any) -> float | None:
-        """The mean over processes, read here."""
-        if loss is None:
-            return None
-        return total(float(loss), self._device) / world_size()
 
     def _measured(self, step: int, rates: Mapping[str, Any]) -> dict[str, Any]:
         """The line of a step without its losses: the model as it is now."""
         self.ledger.settle(self._device)
         with self.ledger.own():
-            self._start()
             layers = self._rows()
+            self._start()
         return {
             "step": step,
             "loss": None,
             "held_out": None,
-            "tokens": self.ledger.tokens,
+            "tokens": 0 if step == 0 else self.ledger.tokens,
             "rates": dict(rates),
             "layers": layers,
             **self.ledger.line(),
@@ -292,11 +279,25 @@ class Tracker(TrainerEvents):
         sharded = is_sharded(measures.live.root)
         if not is_first() and not sharded:
             return []
-        batch = (
-            None if self._probe is None else self._probe.batch(self._device, labels=self.conflict is not None)
-        )
+        batch = None
+        if self._probe is not None:
+            labels = self.conflict is not None or measures.is_encoder_decoder  # whose decoder reads them
+            batch = self._probe.batch(measures.device, labels=labels)
+        first, self._first_rows = self._first_rows, False
         try:
-            return measures.rows(batch, permutations=self.conflict)
+            if is_first():
+                return measures.rows(batch, permutations=self.conflict)
+            measures.take_part(batch, permutations=self.conflict)
+            return []
+        except DynamicsError:
+            raise
+        except Exception as error:  # a model may raise anything
+            if batch is None or not first:
+                raise
+            raise DynamicsError(
+                f"the model cannot be called with the probe, which has {', '.join(batch)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         finally:
             if sharded:
                 resharded(measures.live.root)
@@ -308,17 +309,34 @@ class Tracker(TrainerEvents):
 
     def _end(self, reason: str, step: int | None = None) -> None:
         if self._writer is not None:
+            self._start()
             self._writer.event("end", step=self._writer.last_step if step is None else step, reason=reason)
 
     @property
     def _device(self) -> torch.device:
         assert self._measures is not None
-        return self._device_of(self._measures)
+        return self._measures.device
 
-    @staticmethod
-    def _device_of(measures: Measures) -> torch.device:
-        parameter = next(iter(measures.live.root.parameters()), None)
-        return torch.device("cpu") if parameter is None else parameter.device
+
+class Resumed(NamedTuple):
+    """What a resumed run goes on with: its probe, and the last line that is left."""
+
+    probe: Probe | None
+    last: dict[str, Any] | None
+
+
+def kept_probe(path: Path, record: RunRecord, given: Probe | None) -> Probe | None:
+    """The probe that a record was begun with: the one that is given, or the one beside it."""
+    kept, file = (record.start.get("probe") or {}).get("sha256"), place(path)
+    if given is None and kept is not None and not file.exists():
+        raise RecordError(
+            f"the probe of {path} is missing: put {file} back, or give the same batch as probe="
+        )
+    probe = Probe.load(file) if given is None and kept is not None else given
+    if (None if probe is None else probe.sha256) != kept:
+        where = f"give none: it is in {file}" if kept is not None else "it was begun without one"
+        raise RecordError(f"{path} was begun with another probe; {where}")
+    return probe
 
 
 def rates(optimizer: Any) -> dict[str, float | None]:

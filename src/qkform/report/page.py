@@ -1,4 +1,4 @@
-"""One self-contained HTML page of scores, differences or a flow: works offline, makes no request, runs nothing of it.
+"""One self-contained HTML page of scores, differences, a flow or runs: works offline, makes no request.
 
 Names in a checkpoint are hostile until shown otherwise. Text goes through jinja2's autoescape; rows and
 charts go into the page as JSON without the characters that end an element; scripts run only if their SHA-256
@@ -18,7 +18,7 @@ from typing import Any
 
 from qkform.comparisons import CompareTable
 from qkform.differences import DiffTable
-from qkform.flows import FlowTable
+from qkform.flows import FlowTable, ratio_name
 from qkform.records import Row, ScoreTable, write_whole
 from qkform.report import charts, words
 from qkform.report.bundle import javascript
@@ -27,39 +27,48 @@ from qkform.report.comparewords import MEANINGS
 from qkform.report.diffsection import DiffSection
 from qkform.report.flowsection import WORDS, FlowSection
 from qkform.report.rows import DIFF_POINT_COLUMNS, POINT_COLUMNS, Points, text
+from qkform.report.runcharts import HEADINGS
+from qkform.report.runsection import WORDS as RUN_WORDS
+from qkform.report.runsection import RunsSection
+from qkform.report.runset import RunSet
 from qkform.report.sections import Section, both_scores
 from qkform.report.series import entries, labels
+from qkform.report.trainedsection import Trained, TrainedSection
 
+Shown = ScoreTable | DiffTable | FlowTable | CompareTable | RunSet
 # < > & cannot end the element or open a comment; all that is not ASCII, U+2028 too, json.dumps escapes itself
 _JSON_ESCAPES = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 
 
 def write_page(
-    table: ScoreTable | DiffTable | FlowTable | CompareTable,
+    table: Shown,
     path: str | os.PathLike[str],
     *,
     title: str | None = None,
     cache_folder: str | os.PathLike[str] | None = None,
+    trained: Trained | None = None,
 ) -> Path:
     """Write the page of `table` to `path`, whole or not at all; returns the path. See `page_html`.
 
     Raises RecordError where `path` cannot be written.
     """
     target = Path(path)
-    html = page_html(table, title=title, cache_folder=cache_folder)
+    html = page_html(table, title=title, cache_folder=cache_folder, trained=trained)
     write_whole(target, lambda to: to.write_bytes(html.encode()))
     return target
 
 
 def page_html(
-    table: ScoreTable | DiffTable | FlowTable | CompareTable,
+    table: Shown,
     *,
     title: str | None = None,
     cache_folder: str | os.PathLike[str] | None = None,
+    trained: Trained | None = None,
 ) -> str:
     """The page as text, about 1 MB and the rows: summaries, charts, conventions, and a table of every row.
 
     Models that belong together, steps of one run or distances of one model, have one section with a slider.
+    `trained` adds runs of two objectives to the page of a `ScoreTable`.
     `cache_folder` keeps the charting library between calls, see `qkform.report.bundle.javascript`.
     """
     if isinstance(table, DiffTable):
@@ -68,6 +77,8 @@ def page_html(
         return _flow_html(table, title, cache_folder)
     if isinstance(table, CompareTable):
         return _compare_html(table, title, cache_folder)
+    if isinstance(table, RunSet):
+        return _runs_html(table, title, cache_folder)
     found = entries(table)
     names = labels(found)
     models = [
@@ -83,6 +94,7 @@ def page_html(
         errors=[{"source": text(e.source), "message": text(e.message)} for e in table.errors],
         totals=_totals(models, table),
         plane=plane and _chart(plane, "all"),
+        trained=trained and TrainedSection(trained, _chart),
         conventions=words.conventions(
             (model.label, words.in_common(model.entry.models, model.unit)) for model in models
         ),
@@ -114,7 +126,7 @@ def _diff_html(diff: DiffTable, title: str | None, cache_folder: str | os.PathLi
         data=_json(
             [
                 {"name": f"d{i}", "entry": 0, "part": group.part}
-                | _packed({}, group.rows, DIFF_POINT_COLUMNS)
+                | packed_rows({}, group.rows, DIFF_POINT_COLUMNS)
                 for i, group in enumerate(section.groups)
             ]
         ),
@@ -149,6 +161,38 @@ def _compare_html(table: CompareTable, title: str | None, cache_folder: str | os
     )
 
 
+def _runs_html(runs: RunSet, title: str | None, cache_folder: str | os.PathLike[str] | None) -> str:
+    section = RunsSection(runs, _chart)
+    drawn = {
+        "loss": section.loss,
+        "compared": section.compared,
+        "by_layer": section.by_layer,
+        "sharpness": section.sharpness,
+        "own": list(section.own),
+        "conflict": section.conflict,
+    }
+    ratios = [ratio_name(row["ratio"]) for row in runs.flow.rows] if runs.flow else []
+    return _rendered(
+        "runs.html.j2",
+        any(drawn.values()),
+        cache_folder,
+        title=text(title) if title else _runs_title(runs),
+        runs=section,
+        **drawn,
+        thinned=section.thinned,
+        titles=HEADINGS,
+        ratios=("the ratio " if len(ratios) == 1 else "the ratios ") + ", ".join(ratios),
+        conventions=section.conventions,
+        scores=RUN_WORDS,
+        data=_json(section.store()),
+    )
+
+
+def _runs_title(runs: RunSet) -> str:
+    names = [run.name for run in runs.runs]
+    return f"The form in training: {names[0]}" if len(names) == 1 else "The form in training"
+
+
 def _rendered(
     template: str, with_charts: bool, cache_folder: str | os.PathLike[str] | None, *, data: str, **shown: Any
 ) -> str:
@@ -166,6 +210,7 @@ def _rendered(
         lstrip_blocks=True,
     )
     environment.filters["signed"] = _signed
+    environment.filters["score"] = lambda value: "–" if value is None else _signed(value)
     environment.filters["json"] = _json  # autoescaped: for attributes
     return environment.get_template(template).render(
         data=Markup(data),
@@ -197,13 +242,14 @@ def _store(models: Sequence[Section]) -> list[dict[str, Any]]:
     """Every row once: per group the columns in which its rows differ, and the values that they all share."""
     return [
         {"name": f"g{model.index}-{number}", "entry": model.index, "part": group.part}
-        | _packed({"source": model.label}, group.rows, POINT_COLUMNS)
+        | packed_rows({"source": model.label}, group.rows, POINT_COLUMNS)
         for model in models
         for number, group in enumerate(model.all_groups)
     ]
 
 
-def _packed(shared: Mapping[str, Any], rows: Sequence[Row], columns: Sequence[str]) -> dict[str, Any]:
+def packed_rows(shared: Mapping[str, Any], rows: Sequence[Row], columns: Sequence[str]) -> dict[str, Any]:
+    """Rows as the page holds them: the columns in which they differ, and the values that all share."""
     first = rows[0]
     varying = [c for c in columns if any(row[c] != first[c] for row in rows)]
     shared = {**shared} | {c: first[c] for c in columns if c not in varying}

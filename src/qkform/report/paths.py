@@ -38,7 +38,7 @@ _MEDIAN = "median of layers"
 _ACROSS = {"step": "training step", "offset": "relative distance i − j"}
 _NAMES = {"step": "step", "offset": "distance"}
 # d3's own SI format gives all ticks the prefix of the largest: 0k, 0k, 1k, 16k
-_SHORT = (
+SHORT_NUMBER = (
     "datum.value >= 1e6 ? format(datum.value / 1e6, '~g') + 'M' : "
     "datum.value >= 1e4 ? format(datum.value / 1e3, '~g') + 'k' : format(datum.value, ',')"
 )
@@ -76,10 +76,12 @@ def path(
     whole = alt.Chart().transform_filter("datum.head === null").encode(x=x)
     known = whole.transform_filter(f"isValid(datum.{axis})")
     lines = known.mark_line(strokeWidth=1.1, opacity=0.75)
-    depth = _depth(rows)
+    depth = depth_colour(rows)
     lines = lines.encode(y=y(f"{axis}:Q"), color=depth, detail=["module:N", "layer:N"], order="stop:Q")
     dots = known.mark_circle(size=16 if len(stops) <= 60 else 6, opacity=0.9)
-    dots = dots.encode(y=y(f"{axis}:Q"), color=_depth(rows, legend=False), tooltip=tooltip(_fields(over)))
+    dots = dots.encode(
+        y=y(f"{axis}:Q"), color=depth_colour(rows, legend=False), tooltip=tooltip(_fields(over))
+    )
     middle = known.transform_aggregate(middle=f"median({axis})", groupby=[over, "stop"])
     middle = keyed(middle.mark_line(strokeWidth=2.5, clip=True), _MEDIAN, keys, symbol="stroke")
     middle = middle.encode(y=y("middle:Q"), order="stop:Q")
@@ -109,7 +111,7 @@ def plane_paths(
     import altair as alt
 
     rows = points(rows)
-    depth = _depth(rows)
+    depth = depth_colour(rows)
     whole = alt.Chart().encode(color=depth, **plane_axes())
     whole = whole.transform_filter(
         "datum.head === null && isValid(datum.symmetry) && isValid(datum.directionality)"
@@ -154,7 +156,7 @@ def _axis(stops: Sequence[int], over: Over) -> alt.Axis:
 
     more: dict[str, Any] = {"values": list(stops)} if spacing(stops, over) == "log" else {"tickCount": 6}
     return alt.Axis(
-        labelExpr=_SHORT,
+        labelExpr=SHORT_NUMBER,
         labelAngle=0,
         labelOverlap="greedy",
         labelSeparation=8,
@@ -164,7 +166,7 @@ def _axis(stops: Sequence[int], over: Over) -> alt.Axis:
     )
 
 
-def _depth(rows: Sequence[Row], *, legend: bool = True) -> alt.Color:
+def depth_colour(rows: Sequence[Row], *, legend: bool = True) -> alt.Color:
     """The colour of a line: how deep its layer lies."""
     import altair as alt
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,28 @@ from qkform.differences import DiffTable
 from qkform.errors import RecordError
 from qkform.flows import FlowTable
 from qkform.records import ScoreTable, values, write_whole
-from qkform.report import changes, charts, comparecharts, flowcharts, paths
+from qkform.report import changes, charts, comparecharts, flowcharts, paths, runplots
 from qkform.report.comparesection import CURVES, arm_colours, curve_points, difference_charts
 from qkform.report.comparewords import NAMES
 from qkform.report.flowscreen import circuit_words, task_words
 from qkform.report.flowsection import picture_points, safe_rows
 from qkform.report.look import INK, QUIET, Axis, model_colour
-from qkform.report.rows import Group, Points, diff_groups, distinct, groups, shortened, text, whole_score
+from qkform.report.rows import (
+    Group,
+    Points,
+    clean,
+    diff_groups,
+    distinct,
+    groups,
+    shortened,
+    text,
+    whole_score,
+)
+from qkform.report.runset import RunSet
 from qkform.report.sections import KINDS, both_scores
 from qkform.report.series import UNITS, Entry, entries, labels
 
+Shown = ScoreTable | DiffTable | FlowTable | CompareTable | RunSet
 FORMATS = ("png", "svg")
 SCALE = 2.0  # pixels of a PNG per pixel of the chart
 _WIDTH, _WIDE = 640, 720
@@ -30,7 +43,7 @@ _LONGEST = 40  # characters of a name from the record in a file's name
 
 
 def save_plots(
-    table: ScoreTable | DiffTable | FlowTable | CompareTable,
+    table: Shown,
     folder: str | os.PathLike[str],
     formats: Sequence[str] = FORMATS,
 ) -> list[Path]:
@@ -66,14 +79,15 @@ def save_plots(
     return written
 
 
-def _plots(
-    table: ScoreTable | DiffTable | FlowTable | CompareTable,
-) -> Iterator[tuple[list[str], list[str], Any]]:
+def _plots(table: Shown) -> Iterator[tuple[list[str], list[str], Any]]:
     """(parts of the name, lines of the title, chart) for every chart of a record."""
     if isinstance(table, DiffTable):
         return _diff_plots(table)
     if isinstance(table, CompareTable):
         return _compare_plots(table)
+    if isinstance(table, RunSet):
+        flow = [] if table.flow is None else _flow_plots(table.flow)
+        return chain(runplots.plots(table), flow)
     return _flow_plots(table) if isinstance(table, FlowTable) else _score_plots(table)
 
 
@@ -124,13 +138,13 @@ def _score_plots(table: ScoreTable) -> Iterator[tuple[list[str], list[str], Any]
         if entry.kind and both_scores([row for row in whole if row["head"] is None]):
             chart = paths.plane_paths(whole, entry.kind, now_stop=entry.start, width=_WIDE)
             over = f"marks: {_at(entry)}; lines: all {UNITS[entry.kind]}s"
-            yield [*prefix, "plane-path"], ["Symmetry against directionality", _clean(label), over], chart
+            yield [*prefix, "plane-path"], ["Symmetry against directionality", clean(label), over], chart
         for group in lists:
-            yield from _group_plots(entry, group, prefix, _clean(label), model_colour(i))
+            yield from _group_plots(entry, group, prefix, clean(label), model_colour(i))
     if both_scores(every):
         colours = {label: model_colour(i) for i, label in enumerate(names)}
-        named = Points({**row, "source": _clean(row["source"])} for row in every)
-        cleaned = {_clean(label): colour for label, colour in colours.items()}
+        named = Points({**row, "source": clean(row["source"])} for row in every)
+        cleaned = {clean(label): colour for label, colour in colours.items()}
         chart = charts.plane(named, colours=cleaned, width=_WIDE)
         yield ["00", "plane"], ["Symmetry against directionality", "large: whole layers; small: heads"], chart
 
@@ -166,7 +180,7 @@ def _diff_plots(diff: DiffTable) -> Iterator[tuple[list[str], list[str], Any]]:
     a, b = distinct([diff.source_a, diff.source_b])
     for i, group in enumerate(diff_groups(diff)):
         name = ["diff", f"{i + 1:02d}", *_list_words(group)]
-        of = f"from {_clean(a)} to {_clean(b)}: {_list_title(group)}"
+        of = f"from {clean(a)} to {clean(b)}: {_list_title(group)}"
         columns: tuple[changes.Change, changes.Change] = ("symmetry_change", "relative_change")
         for column in columns:
             title = changes.CHANGES[column].capitalize()
@@ -183,7 +197,7 @@ def _diff_plots(diff: DiffTable) -> Iterator[tuple[list[str], list[str], Any]]:
 
 def _flow_plots(table: FlowTable) -> Iterator[tuple[list[str], list[str], Any]]:
     points = picture_points(table.points, safe_rows(table.rows))
-    of = [_clean(", ".join(circuit_words(table.task))), _clean(task_words(table.task))]
+    of = [clean(", ".join(circuit_words(table.task))), clean(task_words(table.task))]
     if any(point["kind"] == "line" for point in points):
         chart: Any = flowcharts.phase_plane(points, width=_WIDE)
         yield ["flow", "phase-plane"], ["The straight line of training", *of], chart
@@ -197,7 +211,7 @@ def _flow_plots(table: FlowTable) -> Iterator[tuple[list[str], list[str], Any]]:
 
 def _compare_plots(table: CompareTable) -> Iterator[tuple[list[str], list[str], Any]]:
     points, colours = curve_points(table), arm_colours(table)
-    against = f"against {_clean(text(table.settings.get('baseline')))}"
+    against = f"against {clean(text(table.settings.get('baseline')))}"
     for name in CURVES:
         if any(row[name] is not None for row in points):
             chart: Any = comparecharts.curves(points, name, colours, width=_WIDE, height=360)
@@ -220,14 +234,9 @@ def _list_words(group: Group) -> list[str]:
 
 
 def _list_title(group: Group) -> str:
-    part = f", {shortened(_clean(group.part), 24)} part" if group.part else ""
-    kind = KINDS.get(group.attention, shortened(_clean(group.attention), 24))
-    return f"{shortened(_clean(group.component), 40) or 'attention'}{part}, {kind}"
-
-
-def _clean(name: str) -> str:
-    """A name as a picture can show it: no control characters, which XML cannot hold, nor turns of direction."""
-    return "".join(c if c.isprintable() else "\ufffd" for c in text(name))
+    part = f", {shortened(clean(group.part), 24)} part" if group.part else ""
+    kind = KINDS.get(group.attention, shortened(clean(group.attention), 24))
+    return f"{shortened(clean(group.component), 40) or 'attention'}{part}, {kind}"
 
 
 def _with_title(chart: Any, lines: Sequence[str]) -> Any:

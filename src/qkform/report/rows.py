@@ -151,6 +151,11 @@ def text(value: Any) -> str:
     return str(value).encode("utf-8", "replace").decode("utf-8")
 
 
+def clean(name: str) -> str:
+    """A name as a picture can show it: no control characters, which XML cannot hold, nor turns of direction."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in text(name))
+
+
 def _point(row: Mapping[str, Any]) -> Row:
     point = {name: _typed(kind, row.get(name)) for name, kind in (STOP_COLUMNS | COLUMNS).items()}
     if (point["d_model"] or 0) < 1:

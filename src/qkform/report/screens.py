@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from qkform.comparisons import CompareTable
@@ -12,6 +12,9 @@ from qkform.records import ModelScores, Row, ScoreTable, median_of, single_heads
 from qkform.report.comparescreen import compare_screen
 from qkform.report.flowscreen import flow_screen
 from qkform.report.reading import change, decimals, is_number, movement, reading, signed
+from qkform.report.runreading import spread
+from qkform.report.runscreen import runs_screen
+from qkform.report.runset import RunSet
 from qkform.report.series import UNITS, Entry, entries
 from qkform.report.terminal import (
     NOTES,
@@ -34,12 +37,12 @@ LINES = 40  # of a series; a longer one is thinned out, its first and last kept
 
 
 def renderables(
-    table: ScoreTable | DiffTable | FlowTable | CompareTable | ModelScores,
+    table: ScoreTable | DiffTable | FlowTable | CompareTable | RunSet | ModelScores,
     *,
     width: int,
     unicode: bool = True,
 ) -> Iterator[Any]:
-    """What rich prints for a table, a comparison, a flow or one model.
+    """What rich prints for a table, a comparison, a flow, runs or one model.
 
     `width` in columns; from 96 on it holds every column, below 76 the bars go. `unicode=False` draws with ASCII.
     """
@@ -51,6 +54,8 @@ def renderables(
         yield from flow_screen(table, width=width, unicode=unicode)
     elif isinstance(table, CompareTable):
         yield from compare_screen(table, width=width, unicode=unicode)
+    elif isinstance(table, RunSet):
+        yield from runs_screen(table, width=width, unicode=unicode)
     else:
         for entry in entries(table):
             if entry.kind is None:
@@ -77,7 +82,7 @@ def _series_screen(entry: Entry, *, width: int, unicode: bool) -> Iterator[Any]:
             (value, by_list(model.rows).get(name, []))
             for value, model in zip(entry.values, models, strict=True)
         ]
-        kept = _thinned(lines)
+        kept = spread(lines, LINES)
         columns = _series_columns(unit, cross=name[1] == "cross", width=width, unicode=unicode)
         title = list_title(*name) + (
             f", {len(kept)} of {len(lines)} {unit}s" if len(kept) < len(lines) else ""
@@ -124,13 +129,6 @@ def _series_columns(unit: str, *, cross: bool, width: int, unicode: bool) -> lis
     if width >= 112:
         columns.append(Column("range", "", lambda line: span("directionality", line)))
     return columns
-
-
-def _thinned(lines: Sequence[Any]) -> list[Any]:
-    """At most `LINES` of them, spread evenly."""
-    if len(lines) <= LINES:
-        return list(lines)
-    return [lines[round(i * (len(lines) - 1) / (LINES - 1))] for i in range(LINES)]
 
 
 def _diff_screen(diff: DiffTable, *, width: int, unicode: bool) -> Iterator[Any]:

@@ -10,6 +10,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qkform.surgery.building import from_config as from_config
     from qkform.surgery.collapsed import CircuitAttention as CircuitAttention
     from qkform.surgery.decouple import decouple_ as decouple_
     from qkform.surgery.decouple import recouple_ as recouple_
@@ -28,6 +29,7 @@ _HOME: dict[str, str] = {  # public name -> module
     "decouple_": "qkform.surgery.decouple",
     "describe_groups": "qkform.surgery.groups",
     "factorize_": "qkform.surgery.factorize",
+    "from_config": "qkform.surgery.building",
     "from_pretrained": "qkform.surgery.loading",
     "param_groups": "qkform.surgery.groups",
     "recouple_": "qkform.surgery.decouple",

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from qkform.sites import Share, Site
 from qkform.sites.parameters import clean
-from qkform.surgery.collapsed import STOCK, CircuitAttention
+from qkform.surgery.collapsed import STOCK, CircuitAttention, projections
 from qkform.surgery.split import parts
 
 Circuit = Literal["qk", "ov", "self_score", "rest"]
@@ -90,7 +90,7 @@ def _of_collapsed(root: Any) -> Iterator[tuple[str, Circuit]]:
             for name, _ in module.named_parameters(recurse=False):
                 yield f"{dot}{name}", "ov" if name in ("W_OV", "W_V", "W_O", "b_O") else "qk"
         elif getattr(module, STOCK, None):
-            places = getattr(module, STOCK)["places"]
+            places = projections(module, clean(path))
             yield places.get("q") or places["fused"], "qk"
             yield places["o"], "ov"
 

@@ -9,6 +9,7 @@ about twice its singular value. For small models: a collapsed head has d_model^2
 from __future__ import annotations
 
 import math
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -242,6 +243,37 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
+
+
+def beside(path: str, place: str) -> tuple[int, tuple[str, ...]]:
+    """A path as seen from another: how far up, and from there down.
+
+    >>> beside("layer.0.attention.self", "layer.0.attention.output.dense")
+    (1, ('output', 'dense'))
+    """
+    here, there = _words(path), _words(place)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(here, there, strict=False)))
+    return len(here) - same, tuple(there[same:])
+
+
+def projections(module: Any, path: str) -> dict[str, str]:
+    """Where the projections of a Hugging Face attention that was collapsed are, in a model that has it at `path`.
+
+    That may be a part or a whole of the model that was collapsed. SurgeryError where they are outside of it.
+    """
+    here, found = _words(path), {}
+    for side, (up, down) in getattr(module, STOCK)["places"].items():
+        if up > len(here):
+            raise SurgeryError(
+                f"{path or 'the attention'} was collapsed together with {'.'.join(down)}, which is not in what was "
+                "given; give the part of the model that has both"
+            )
+        found[side] = ".".join([*here[: len(here) - up], *down])
+    return found
+
+
+def _words(path: str) -> list[str]:
+    return path.split(".") if path else []
 
 
 def balanced(product: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, float]:

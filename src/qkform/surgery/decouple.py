@@ -122,6 +122,23 @@ def restore(model: Any, change: Mapping[str, Any]) -> None:
     _attach([at[path] for path in wanted], normalised)
 
 
+def start(model: Any, change: Mapping[str, Any]) -> None:
+    """Give `v` its first values as a record of `decouple_` says, after `restore`. SurgeryError where it was fitted."""
+    init, seed = change.get("init"), change.get("seed", 0)
+    if init == "fit" or init not in get_args(Init):
+        fitted = (
+            "was fitted to a batch of a trained model (init='fit')"
+            if init == "fit"
+            else f"has init={init!r:.60}"
+        )
+        raise SurgeryError(
+            f"the record of surgery says that v {fitted}, which a new model has not; change `init` in config.qkform to "
+            "'diagonal', 'zero' or 'spread', or load the trained model: qkform.surgery.from_pretrained"
+        )
+    found = [site for site in self_sites(model) if site.path in change["sites"]]
+    _start(model, found, [site.module.self_score for site in found], init, None, seed)
+
+
 def self_sites(model: Any) -> list[Site]:
     """The self-attentions of a model. SurgeryError where there are none."""
     name = type(model).__name__

@@ -8,7 +8,7 @@ enough for d_model per head, its keys and values the inputs themselves, and its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -47,17 +47,24 @@ def collapse_(model: nn.Module, *, ov: bool = True, max_parameters: int = MAX_PA
     """
     root = changeable(model, "collapse_")
     prepare(root)
-    new = _collapsed(root, ov, max_parameters)
-    note(new, CHANGE, ov=ov)
+    new, paths = _collapsed(root, ov, max_parameters)
+    note(new, CHANGE, ov=ov, sites=paths)
     return model if new is root else new
 
 
 def restore(model: nn.Module, change: Mapping[str, Any]) -> None:
-    """Build the structure of a recorded change into a stock model, of any size; its values come from elsewhere."""
-    _collapsed(model, bool(change.get("ov", True)), None)
+    """Build the structure of a recorded change into a stock model, of any size; its values come from elsewhere.
+
+    SurgeryError where the model has no attention at a path of the record. Without paths, as before there were any in
+    a record, it is of all attentions.
+    """
+    _collapsed(model, bool(change.get("ov", True)), None, change.get("sites"))
 
 
-def _collapsed(model: nn.Module, ov: bool, max_parameters: int | None) -> nn.Module:
+def _collapsed(
+    model: nn.Module, ov: bool, max_parameters: int | None, only: Collection[str] | None = None
+) -> tuple[nn.Module, list[str]]:
+    """The model, and the paths of what was collapsed: all that can be, or the attentions `only` at these paths."""
     root = model
     _refuse_changed(root)
     own = [
@@ -66,6 +73,14 @@ def _collapsed(model: nn.Module, ov: bool, max_parameters: int | None) -> nn.Mod
         if _is_own(m) and not (getattr(m, "qk", "") == "collapsed" and (m.ov == "collapsed" or not ov))
     ]
     sites = _sites(root, {path for path, _ in own})
+    if only is not None:
+        missing = sorted(set(only) - {path for path, _ in own} - {site.path for site in sites})
+        if missing:
+            raise SurgeryError(
+                f"the record of surgery says that {missing[0]} was collapsed; the model has none there"
+            )
+        own = [(path, module) for path, module in own if path in only]
+        sites = [site for site in sites if site.path in only]
     if not own and not sites:
         raise SurgeryError(f"a {type(root).__name__} has no attention that can be collapsed")
     if sites and not ov:
@@ -91,7 +106,7 @@ def _collapsed(model: nn.Module, ov: bool, max_parameters: int | None) -> nn.Mod
         leave_nested(encoder)  # it looks into in_proj_weight otherwise
     for site, places in plans:
         widen(root, site, places)
-    return root
+    return root, [path for path, _ in own] + [site.path for site in sites]
 
 
 def factorize_(model: nn.Module, rank: int | None = None, *, truncate: bool = False) -> nn.Module:

@@ -7,6 +7,7 @@ It is registered as an attention implementation (`NAME`) with a mask function th
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -140,9 +141,22 @@ def attention(
             never = torch.full_like(query[..., 0], -math.inf)
             weigh = partial(decoupled_weights, query, key, never, **given)
     out = compute(value, dropout).transpose(1, 2).contiguous()  # (B, N, H, D)
-    if not (others.get("output_attentions") or getattr(module.config, "output_attentions", False)):
-        return out, None
-    return out, weigh().to(value.dtype)
+    if others.get("output_attentions") or getattr(module.config, "output_attentions", False) or _collected():
+        return out, weigh().to(value.dtype)
+    return out, None
+
+
+def _collected() -> bool:
+    """Whether transformers collects the weights of this call: GPT-2 and OPT do not hand `output_attentions` down.
+
+    Eager attentions have their weights at hand and return them always, and what nobody wants is dropped. Inside a
+    compiled graph transformers' collector cannot be asked.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    wanted = None if collector is None else collector.get()
+    return any(name.endswith("attentions") for name in wanted or ())
 
 
 def _standard(

@@ -13,12 +13,12 @@ from qkform.errors import CheckpointError, QKFormError, SurgeryError, prefixed
 from qkform.surgery import record
 from qkform.surgery.filed import ENDING, refuse_unsound
 
-# change -> the module whose `restore(model, change)` rebuilds its structure; None: it changed values, which are saved
-_HOME: dict[str, str | None] = {
+# change -> the module with what builds it again: `restore(model, change)` the structure, `start(model, change)` values
+_HOME: dict[str, str] = {
     "collapse": "qkform.surgery.factorize",
     "decouple": "qkform.surgery.decouple",
     "set_attention": "qkform.surgery.set_attention",
-    "symmetrize": None,
+    "symmetrize": "qkform.surgery.symmetric_init",
 }
 
 
@@ -94,7 +94,8 @@ class _Restored:
         def build(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
             model_class.__init__(model, config, *args, **kwargs)  # type: ignore[misc]
             before = {name for name, _ in model.named_parameters()}
-            self.promised = {site for change in record.changes(model) for site in change.get("sites", ())}
+            changes = [c for c in record.changes(model) if c["change"] == "decouple"]
+            self.promised = {site for change in changes for site in change.get("sites", ())}
             restore(model)
             self.added.append({name for name, _ in model.named_parameters()} - before)
 
@@ -187,8 +188,10 @@ class _Mapping:
         return getattr(self._mapping, name)
 
 
-def restore(model: Any) -> None:
+def restore(model: Any, *, anew: bool = False) -> None:
     """Build into a model of stock structure what its record of surgery describes; values come from elsewhere.
+
+    `anew`: from the model's own weights, as the changes were made at first.
 
     The record is brought to this class of model: with another head, or none, its modules have other paths, and those
     of a part that it does not have are gone. Where a part was changed, and not the model, the paths start from there.
@@ -196,7 +199,7 @@ def restore(model: Any) -> None:
     """
     own = record.changes(model)
     parts = [(part, record.changes(part)) for part in _parts(model)]
-    _restore(model, own)
+    _restore(model, own, anew)
     known = {(change["change"], site) for change in record.changes(model) for site in change.get("sites", ())}
     for path, part, changes in ((path, part, changes) for (path, part), changes in parts):
         _restore(
@@ -206,10 +209,11 @@ def restore(model: Any) -> None:
                 for c in changes
                 if not any((c["change"], f"{path}.{s}") in known for s in c.get("sites", ()))
             ],
+            anew,
         )
 
 
-def _restore(model: Any, changes: list[dict[str, Any]]) -> None:
+def _restore(model: Any, changes: list[dict[str, Any]], anew: bool) -> None:
     for change in changes:
         name = change.get("change")
         if name not in _HOME:
@@ -222,9 +226,10 @@ def _restore(model: Any, changes: list[dict[str, Any]]) -> None:
         record.forget(model, change["change"])
     for change in changes:
         record.note(model, change["change"], **{k: v for k, v in change.items() if k != "change"})
-        home = _HOME[change["change"]]
-        if home is not None:
-            importlib.import_module(home).restore(model, change)
+        home = importlib.import_module(_HOME[change["change"]])
+        for build in ("restore", "start") if anew else ("restore",):
+            if hasattr(home, build):
+                getattr(home, build)(model, change)
 
 
 def _moved(model: Any, change: dict[str, Any]) -> dict[str, Any]:

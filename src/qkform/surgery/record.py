@@ -23,8 +23,16 @@ def changes(model: Any) -> list[dict[str, Any]]:
 
 
 def done(model: Any, change: str) -> dict[str, Any] | None:
-    """The last change of this kind; None where there was none."""
-    return next((entry for entry in reversed(changes(model)) if entry["change"] == change), None)
+    """The last change of this kind to something in the model; None where there was none.
+
+    A part may have its record in the config of a whole, beside what was done to other parts: that does not count.
+    """
+    for owner in owners(_root(model)):
+        for entry in reversed(_read(owner.holder)):
+            everywhere = owner.above is None or not entry.get("sites")
+            if entry["change"] == change and (everywhere or any(map(owner.has, entry["sites"]))):
+                return entry
+    return None
 
 
 def prepare(model: Any) -> None:

@@ -77,22 +77,43 @@ def symmetrize_(
     >>> for start in symmetrize_(model, arm="skew"):        # doctest: +SKIP
     ...     print(start.path, start.symmetry, start.norm / start.norm_before)
     """
-    import torch
+    _check(arm, seed)
+    model = unwrapped(model) if is_module(model) else model
+    _check_order(model)
+    chosen, left = _chosen(model)
+    found = _written(chosen, arm, seed, rotary)
+    record.note(model, "symmetrize", arm=arm, seed=seed, sites=[site.path for site in chosen])
+    return Starts(found, left)
 
+
+def start(model: Any, change: Mapping[str, Any]) -> None:
+    """Write the arm of a record into a new model, at the paths of the record; all of them where it names none."""
+    arm, seed, paths = change.get("arm"), change.get("seed"), change.get("sites")
+    _check(arm, seed)
+    chosen, _ = _chosen(model)
+    _written(
+        [site for site in chosen if paths is None or site.path in paths], str(arm), int(seed or 0), "auto"
+    )
+
+
+def _check(arm: Any, seed: Any) -> None:
     if arm not in (*ARMS, *REBUILT):
         raise SurgeryError(f"no arm {arm!r:.60}; known: {', '.join((*ARMS, *REBUILT))}")
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise SurgeryError(f"seed is {seed!r:.60}; expected a whole number from 0")
-    model = unwrapped(model) if is_module(model) else model
-    _check_order(model)
+
+
+def _written(
+    chosen: Sequence[Site], arm: str, seed: int, rotary: Rotary | Literal["auto"] | None
+) -> tuple[Start, ...]:
+    """All planned, then all written and measured, or none."""
+    import torch
+
     with torch.no_grad():
-        chosen, left = _chosen(model)
         plans = [planned(site, arm, seed, number, rotary) for number, site in enumerate(chosen)]
         with _undone_on_error(plans):
             written = [plan.write() for plan in plans]
-            found = tuple(plan.verified(keys) for plan, keys in zip(plans, written, strict=True))
-    record.note(model, "symmetrize", arm=arm, seed=seed)
-    return Starts(found, left)
+            return tuple(plan.verified(keys) for plan, keys in zip(plans, written, strict=True))
 
 
 def _check_order(model: Any) -> None:

@@ -16,7 +16,7 @@ from qkform.errors import QKFormError, SurgeryError
 from qkform.sites import Site
 from qkform.sites.shares import Side
 from qkform.surgery.circuits import outputs, values
-from qkform.surgery.collapsed import STOCK, balanced, balanced_qk, refuse_loss
+from qkform.surgery.collapsed import STOCK, balanced, balanced_qk, beside, projections, refuse_loss
 from qkform.surgery.split import is_split
 
 _SIDES: tuple[tuple[str, Side], ...] = (("q", "w_q"), ("k", "w_k"))
@@ -135,7 +135,13 @@ def widen(root: nn.Module, site: Site, places: dict[str, str]) -> None:
     setattr(
         module,
         STOCK,
-        {"places": places, "kinds": kinds, "sizes": sizes, "heads": h, "d_head": site.layer.d_head},
+        {
+            "places": {side: beside(site.path, place) for side, place in places.items()},
+            "kinds": kinds,
+            "sizes": sizes,
+            "heads": h,
+            "d_head": site.layer.d_head,
+        },
     )
 
 
@@ -159,7 +165,7 @@ def _stock_factors(old: dict[str, nn.Module], heads: int) -> tuple[dict[str, tor
 def narrow(root: nn.Module, path: str, module: Any, truncate: bool) -> dict[str, nn.Module]:
     """The stock projections, by path, whose products are the collapsed ones of an attention."""
     stock = getattr(module, STOCK)
-    places, h, width = stock["places"], stock["heads"], stock["d_head"]
+    places, h, width = projections(module, path), stock["heads"], stock["d_head"]
     query = root.get_submodule(places.get("q") or places["fused"])
     query = query.query if isinstance(query, FusedCollapsed) else query
     output = root.get_submodule(places["o"])

@@ -42,7 +42,7 @@ def ray_sweep(
     threads   of a run, and the CPUs that it asks the cluster for; CPUs divided by workers unless given
     gpus      that a run asks for
     retries   how often a run that fails is tried again, and how often a task whose node or worker is lost
-    The others are those of `qkform.training.sweeping.sweep`, and so is what is on disk: a sweep that began on one machine
+    The others are those of `sweep`, and so is what is on disk: a sweep that began on one machine
     goes on on a cluster. `out` must be the same folder on every node, with locks that hold between them.
 
     Raises MissingExtra without Ray, TrainingError where there is no cluster; else what `sweep` raises.

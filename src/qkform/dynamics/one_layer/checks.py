@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from qkform.dynamics.one_layer.circuits import KINDS
+from qkform.dynamics.one_layer.given import shown
 from qkform.dynamics.one_layer.objectives import OBJECTIVES
 from qkform.errors import DynamicsError
 
@@ -19,14 +21,14 @@ def check(flow: Flow) -> None:
     """DynamicsError for the first thing that does not fit."""
     for name, known in (("attention", KINDS), ("output", KINDS), ("objective", OBJECTIVES)):
         value = getattr(flow, name)
-        if value not in known:
-            raise DynamicsError(f"{name} is {value!r}; known: {', '.join(known)}")
+        if not isinstance(value, str) or value not in known:
+            raise DynamicsError(f"{name} is {shown(value)}; known: {', '.join(known)}")
     flow.task  # noqa: B018  wrong sizes are said here
     for name in ("start", "imbalance"):
         value = getattr(flow, name)
-        if isinstance(value, (int, float)) and value and "factorized" not in (flow.attention, flow.output):
+        if isinstance(value, Real) and value and "factorized" not in (flow.attention, flow.output):
             raise DynamicsError(
-                f"{name} is {value}: one number is of factorized circuits, and both are collapsed; leave it "
+                f"{name} is {shown(value)}: one number is of factorized circuits, and both are collapsed; leave it "
                 "out, or name a pair: attention, output"
             )
     for side, at, tilt in zip(("attention", "output"), flow.first, flow.tilts, strict=True):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from qkform.dynamics.one_layer.given import number, shown
 from qkform.dynamics.one_layer.matrices import Matrices, off_ray
 from qkform.dynamics.one_layer.needs import scipy
 from qkform.dynamics.one_layer.points import Array, EndPoint, Simulation, end_point
@@ -31,8 +32,13 @@ def sign_descent(flow: Flow, ratio: float, loss: float) -> EndPoint:
     """See `Flow.sign_descent`: the gap solves p(a) a = scale · ratio · z."""
     _check(flow)
     flow.slope(ratio)
-    if ratio == 0:
-        raise DynamicsError("ratio is 0.0; the line gap = scale · ratio · gain needs one above 0")
+    says = "the line gap = scale · ratio · gain needs one above 0"
+    ratio = number("ratio", ratio, says, lambda r: r > 0)
+    if flow.objective == "squared" and flow.classes > 2:
+        raise DynamicsError(
+            f"under the squared loss of {flow.classes} classes sign descent leaves the line: wrong logits move as far "
+            "as the right one and their targets are nearer; it is on the line for cross-entropy, and for 2 classes"
+        )
     margin = flow.goal.margin_at(loss, flow.classes)
     steep = flow.task.score_scale * ratio
     gap = scipy("optimize").brentq(
@@ -50,10 +56,9 @@ def descend(flow: Flow, ratio: float, loss: float, optimizer: Optimizer, lr: flo
     _check(flow)
     flow.slope(ratio)
     flow.goal.margin_at(loss, flow.classes)
-    if optimizer not in STEPS:
-        raise DynamicsError(f"optimizer is {optimizer!r}; known: {', '.join(STEPS)}")
-    if not 0 < lr < math.inf:
-        raise DynamicsError(f"lr is {lr}; it is above 0")
+    if not isinstance(optimizer, str) or optimizer not in STEPS:
+        raise DynamicsError(f"optimizer is {shown(optimizer)}; known: {', '.join(STEPS)}")
+    lr = number("lr", lr, "it is above 0", lambda e: 0 < e < math.inf)
     model = Matrices(flow.task, flow.objective, one_hot=True)
     w_qk, w_ov = np.zeros((model.d, model.d)), np.zeros((model.d, model.d))
     of_qk, of_ov = STEPS[optimizer](), STEPS[optimizer]()

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from qkform.dynamics.one_layer.checks import SMALL, check
 from qkform.dynamics.one_layer.circuits import Circuit, circuit
-from qkform.dynamics.one_layer.needs import scipy
+from qkform.dynamics.one_layer.given import number
+from qkform.dynamics.one_layer.needs import less_omega, scipy
 from qkform.dynamics.one_layer.objectives import OBJECTIVES, Objective
 from qkform.dynamics.one_layer.points import Array, Course, EndPoint, Simulation, end_point
 from qkform.dynamics.one_layer.task import Task
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from qkform.flows import FlowTable
 
 _HIGHEST = 600.0  # of a gap: not far beyond, e^a is no number any more
+_HIGHEST_GAIN = 1e100  # its square is a number
 
 
 @dataclass(frozen=True)
@@ -113,10 +115,8 @@ class Flow:
 
     def slope(self, ratio: float) -> float:
         """rho = r k_QK / k_OV, the slope of the straight line in the plane (Phi_OV, Phi_QK) (exact)."""
-        if not 0 <= ratio < math.inf:
-            raise DynamicsError(
-                f"ratio is {ratio}; it is a learning rate over another: 0 or above, and finite"
-            )
+        says = "it is a learning rate over another: 0 or above, and finite"
+        ratio = number("ratio", ratio, says, lambda r: 0 <= r < math.inf)
         return ratio * self.task.k_qk / self.task.k_ov
 
     def grown(self, gap: Any, gain: Any) -> tuple[Any, Any]:
@@ -141,11 +141,11 @@ class Flow:
         """
         margin = self._margin(loss)
         least = float(self.task.sharpness(self.first[0]))
-        if not least < sharpness < 1:
-            raise DynamicsError(
-                f"sharpness {sharpness} is not reached: this task's attention starts at {least:.6g} and sharpens "
-                f"towards 1; name one in between"
-            )
+        says = (
+            f"that is not reached: this task's attention starts at {least:.6g} and sharpens towards 1; "
+            "name one in between"
+        )
+        sharpness = number("sharpness", sharpness, says, lambda p: least < p < 1)
         gap, gain = self.task.gap_for(sharpness), margin / sharpness
         if gain <= self.first[1]:
             raise DynamicsError(
@@ -161,23 +161,21 @@ class Flow:
         Collapsed attention has it in closed form, with R = Phi_QK: c e^a = W0(c e^R), by the Wright omega function,
         which does not overflow.
         """
+        says = f"it starts at {self.first[1]} and only grows, up to {_HIGHEST_GAIN:g}"
+        gain = number("gain", gain, says, lambda b: self.first[1] <= b <= _HIGHEST_GAIN)
         across = float(self.ov.phi_ov(gain) - self.ov.phi_ov(self.first[1]))
         up = self._phi_start + self.slope(ratio) * across
-        if not gain >= self.first[1]:
-            raise DynamicsError(f"gain {gain} is below the start's {self.first[1]}; it only grows")
         if self.attention == "collapsed":
-            gap = float(up - scipy("special").wrightomega(up + math.log(self.task.odds)))
+            gap = float(less_omega(up, math.log(self.task.odds)))
             return max(gap, self.first[0])  # at the start, rounding may fall short of it
         return self._root(lambda gap: float(self.qk.phi_qk(gap)) - up)
 
     def gain_at(self, gap: float, ratio: float) -> float:
         """The gain when the gap is this: the same trajectory, in closed form for all parameterizations."""
         slope = self.slope(ratio)
-        up = float(self.qk.phi_qk(gap)) - self._phi_start
-        if up < 0 or slope == 0:
-            raise DynamicsError(
-                f"gap {gap} is not on the way: it grows from {self.first[0]}, if the ratio is above 0"
-            )
+        says = f"that is not on the way: it grows from {self.first[0]}, if the ratio is above 0, up to {_HIGHEST:g}"
+        gap = number("gap", gap, says, lambda a: slope > 0 and self.first[0] <= a <= _HIGHEST)
+        up = max(float(self.qk.phi_qk(gap)) - self._phi_start, 0.0)
         return float(self.ov.gain(self.ov.phi_ov(self.first[1]) + up / slope))
 
     def _gap_at(self, slope: float, margin: float) -> float:
@@ -216,14 +214,13 @@ class Flow:
             )
         return margin
 
-    def _pair(self, value: float | Sequence[float], name: str) -> tuple[float, float]:
-        if isinstance(value, (int, float)):
-            kinds = (self.attention, self.output)
-            first, second = (float(value) if kind == "factorized" else 0.0 for kind in kinds)
-            return first, second
-        if len(value) != 2:
-            raise DynamicsError(f"{name} is {value!r}; it is one number, or a pair: attention, output")
-        return float(value[0]), float(value[1])
+    def _pair(self, value: Any, name: str) -> tuple[float, float]:
+        says = "it is one number, or a pair: attention, output"
+        if isinstance(value, (tuple, list)) and len(value) == 2:
+            return number(name, value[0], says), number(name, value[1], says)
+        value = number(name, value, says)
+        first, second = (value if kind == "factorized" else 0.0 for kind in (self.attention, self.output))
+        return first, second
 
     # ---- runs ------------------------------------------------------------------------------------------------------
 
@@ -287,7 +284,8 @@ class Flow:
     def sign_descent(self, ratio: float, loss: float) -> EndPoint:
         """Where sign descent ends: on the line gap = scale · ratio · gain, whatever the task's k (exact).
 
-        For collapsed circuits from 0 with one-hot embeddings and full batches. Adam follows it roughly (empirical, of
+        For collapsed circuits from 0 with one-hot embeddings and full batches, under cross-entropy (with 2 classes,
+        under the squared loss too; with more it leaves the line, DynamicsError). Adam follows it roughly (empirical, of
         the default task at cross-entropy 0.1: gap / (scale · ratio · gain) is 1.17, 1.23, 1.28, 1.13, 0.63 for ratios
         1/16 to 16, learning rate 1e-3); sharpness rises with the ratio under both.
         """

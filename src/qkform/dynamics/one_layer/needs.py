@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import numpy as np
+
 from qkform.errors import MissingExtra
 
 
@@ -14,3 +16,12 @@ def scipy(part: str) -> Any:
         return importlib.import_module(f"scipy.{part}")
     except ImportError:
         raise MissingExtra('scipy is not installed; it comes with: pip install "qkform[theory]"') from None
+
+
+def less_omega(x: Any, shift: float) -> Any:
+    """x - W, where W = wrightomega(x + shift) solves W + ln W = x + shift; as ln W - shift where x is large.
+
+    There x - W would lose its digits: of x = 1e17 none is left.
+    """
+    omega = scipy("special").wrightomega(x + shift)
+    return np.where(x + shift > 1.0, np.log(np.maximum(omega, 1.0)) - shift, x - omega)

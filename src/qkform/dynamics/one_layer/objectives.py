@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from qkform.errors import DynamicsError
+from qkform.dynamics.one_layer.given import number
+
+LEAST = 1e-25  # of a loss: a squared loss that is lower has a margin of 1 but for rounding
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,11 @@ class Objective:
     def margin_at(self, loss: float, classes: int) -> float:
         """The margin at which the loss is this one; DynamicsError where no training reaches it."""
         highest = float(self.loss(0.0, classes))
-        if not 0 < loss < highest:
-            raise DynamicsError(
-                f"loss {loss} is not reached by training: {self.title} of {classes} classes falls from {highest:.6g} "
-                f"towards 0; name a loss in between"
-            )
-        return self.margin(loss, classes)
+        says = (
+            f"that is not reached by training: {self.title} of {classes} classes falls from {highest:.6g} towards 0; "
+            f"name a loss in between, {LEAST:g} or more"
+        )
+        return self.margin(number("loss", loss, says, lambda given: LEAST <= given < highest), classes)
 
 
 OBJECTIVES = {
@@ -41,7 +42,7 @@ OBJECTIVES = {
         "cross-entropy",
         lambda z, classes: np.log1p((classes - 1) * np.exp(-z)),
         lambda z, classes: (classes - 1) / (np.exp(z) + classes - 1),
-        lambda loss, classes: math.log((classes - 1) / math.expm1(loss)),
+        lambda loss, classes: math.log(classes - 1) - math.log(math.expm1(loss)),
     ),
     "squared": Objective(
         "the squared loss",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qkform.dynamics.one_layer.given import number, whole
 from qkform.dynamics.one_layer.matrices import Matrices, off_ray
 from qkform.dynamics.one_layer.needs import scipy
 from qkform.dynamics.one_layer.points import Array, Simulation
@@ -66,12 +67,12 @@ def simulate(
 ) -> Simulation:
     """See `Flow.simulate`."""
     slope = flow.slope(ratio)
-    if not 0 < factor_ratio < math.inf:
-        raise DynamicsError(f"factor_ratio is {factor_ratio}; it is a learning rate over another, above 0")
-    if noise is not None and not 0 < noise < math.inf:
-        raise DynamicsError(f"noise is {noise}; it is a standard deviation, above 0")
-    if not 1e-13 <= rtol <= 1e-2:
-        raise DynamicsError(f"rtol is {rtol}; it is from 1e-13 to 0.01")
+    seed = whole("seed", seed, 0)
+    says = "it is a learning rate over another, above 0"
+    factor_ratio = number("factor_ratio", factor_ratio, says, lambda e: 0 < e < math.inf)
+    if noise is not None:
+        noise = number("noise", noise, "it is a standard deviation, above 0", lambda sd: 0 < sd < math.inf)
+    rtol = number("rtol", rtol, "it is from 1e-13 to 0.01", lambda each: 1e-13 <= each <= 1e-2)
     flow.goal.margin_at(loss, flow.classes)
     model = Matrices(flow.task, flow.objective, seed=seed)
     rng = np.random.default_rng([seed, 1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,9 @@ _MARKS = 14  # points of a simulated run
 
 def table(flow: Flow, ratios: Sequence[float], loss: float, *, simulated: bool) -> FlowTable:
     """See `Flow.table`."""
+    ratios = (
+        list(ratios) if isinstance(ratios, Iterable) and not isinstance(ratios, (str, bytes)) else [ratios]
+    )
     if not ratios:
         raise DynamicsError("there is no ratio; name one or more, for example 1/4, 1, 4")
     rows: list[dict[str, Any]] = []

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from qkform.dynamics.one_layer.given import number, whole
 from qkform.dynamics.one_layer.needs import scipy
 from qkform.errors import DynamicsError
 
@@ -38,18 +39,22 @@ class Task:
 
     def __post_init__(self) -> None:
         for name, least in (("classes", 2), ("per_class", 1), ("relevant", 1), ("distractors", 1)):
-            _whole(name, getattr(self, name), least)
+            self._set(name, whole(name, getattr(self, name), least))
         if self.queries_per_class is not None:
-            _whole("queries_per_class", self.queries_per_class, 1)
-        if self.common != math.inf:
-            _whole("common", self.common, 1)
+            self._set("queries_per_class", whole("queries_per_class", self.queries_per_class, 1))
+        if not (isinstance(self.common, Real) and self.common == math.inf):
+            self._set("common", whole("common", self.common, 1, " or inf"))
         if self.scale is None and self.common == math.inf:
             raise DynamicsError(
                 "scale is vocabulary^-1/2 unless given, and common=inf has a vocabulary without end; "
                 "give one: scale=1.0"
             )
-        if self.scale is not None and not (0 < self.scale < math.inf):
-            raise DynamicsError(f"scale is {self.scale}; it multiplies the scores and is above 0")
+        if self.scale is not None:
+            says = "it multiplies the scores and is above 0, from 1e-100 to 1e100"
+            self._set("scale", number("scale", self.scale, says, lambda s: 1e-100 <= s <= 1e100))
+
+    def _set(self, name: str, value: float) -> None:
+        object.__setattr__(self, name, value)  # as float or int, whatever kind of number was given
 
     @property
     def class_tokens(self) -> int:
@@ -125,12 +130,3 @@ class Task:
     def gap_for(self, sharpness: float) -> float:
         """The gap at which attention has this sharpness."""
         return float(scipy("special").logit(sharpness)) - math.log(self.odds)
-
-
-def _whole(name: str, value: Any, least: int) -> None:
-    whole = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
-    if not whole or int(value) != value:
-        more = " or inf" if name == "common" else ""
-        raise DynamicsError(f"{name} is {value!r}; it is a whole number{more}, {least} or more")
-    if value < least:
-        raise DynamicsError(f"{name} is {value}; it is {least} or more")

@@ -40,6 +40,12 @@ BATCH_CHARACTERS = 2**22  # encoded at a time
 BATCH_PIECES = 4096
 BLOCK = 2**22  # tokens copied at a time
 
+PARTS = {  # of the key, as a person calls them
+    "corpus": "the text",
+    "tokenizer": "the tokenizer",
+    "held_out": "the share of held-out text",
+}
+
 Progress = Callable[[str], None]
 
 
@@ -99,6 +105,20 @@ class Tokens:
                 "or take its own tokenizer"
             )
 
+    def check_same(self, info: Mapping[str, Any], since: str = "this run began") -> None:
+        """DataError when these are not the tokens of `info`, naming what is different."""
+        if info.get("key") == self.key and info.get("seq_len") == self.seq_len:
+            return
+        old, new = info.get("made_of", {}), self.manifest["made_of"]
+        changed = [what for part, what in PARTS.items() if old.get(part) != new[part]]
+        if info.get("seq_len") != self.seq_len:
+            changed.append("the length of sequences")
+        raise DataError(
+            f"{self.manifest['corpus']}: {' and '.join(changed) or 'the way tokens are kept'} "
+            f"{'have' if len(changed) > 1 else 'has'} changed since {since}; "
+            "go on with the old text, tokenizer and settings, or begin a run of its own"
+        )
+
     def _part(self, name: str) -> npt.NDArray[np.unsignedinteger[Any]]:
         count = int(self.manifest["n_tokens" if name == "train" else "held_out_tokens"]) // self.seq_len
         if count == 0:
@@ -130,14 +150,13 @@ def prepare(
     say = on_progress or (lambda _: None)
     shelf = (cache_folder() if cache is None else cache).absolute() / "tokens"
     identity = corpus.identity()
-    settings = {
+    made_of = {
         "format": FORMAT,
-        "corpus": identity,
+        "corpus": _sha256(identity),
         "tokenizer": fingerprint(tokenizer),
-        "separator": separator_id(tokenizer),
         "held_out": held_out,
     }
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    key = _sha256(made_of)
     folder = shelf / key
     with said_plainly(f"the tokens of {corpus.name}", shelf):
         manifest = _whole(folder)
@@ -149,7 +168,7 @@ def prepare(
                     if folder.exists():
                         say(f"the tokens in {folder} are damaged; making them again")
                     say(f"tokenizing {corpus.name}")
-                    manifest = _made(folder, corpus, tokenizer, held_out, identity)
+                    manifest = _made(folder, corpus, tokenizer, identity, made_of)
     tokens = Tokens(folder, key, seq_len, manifest)
     _enough(tokens, corpus.name, held_out)
     return tokens
@@ -180,7 +199,7 @@ def _locked(path: Path, say: Progress) -> FileLock:
 
 
 def _made(
-    folder: Path, corpus: Corpus, tokenizer: Any, held_out: float, identity: dict[str, Any]
+    folder: Path, corpus: Corpus, tokenizer: Any, identity: dict[str, Any], made_of: dict[str, Any]
 ) -> dict[str, Any]:
     size = len(tokenizer)
     dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
@@ -190,7 +209,7 @@ def _made(
         stream = work / "all.bin"
         with stream.open("wb") as out:
             lengths, hashes = _encode(corpus.pieces(skipped), tokenizer, separator, dtype, out)
-        parts = splitting.split(lengths, hashes, held_out)
+        parts = splitting.split(lengths, hashes, made_of["held_out"])
         counts = np.zeros((2, size), np.int64)
         files = _divide(stream, work, parts, dtype, separator, counts)
         stream.unlink()
@@ -200,6 +219,7 @@ def _made(
             raise DataError(f"{corpus.name} changed while it was read; nothing was kept, run it again")
         manifest = {
             "corpus": corpus.name,
+            "made_of": made_of,
             "tokenizer": name_of(tokenizer),
             "vocab_size": size,
             "separator": separator,
@@ -208,6 +228,9 @@ def _made(
             "documents": len(lengths),
             "n_tokens": int(counts[0].sum()),
             "held_out_tokens": int(counts[1].sum()),
+            "unknown_tokens": 0
+            if tokenizer.unk_token_id is None
+            else int(counts[:, tokenizer.unk_token_id].sum()),
             "held_out_by": parts.by,
             "held_out_documents": parts.documents,
             "skipped": dict(skipped.counts),
@@ -290,6 +313,10 @@ def _divide(
         name: _file_entry(work / name, digest.hexdigest())
         for name, digest in zip(("train.bin", "held_out.bin"), digests, strict=True)
     }
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _file_entry(path: Path, sha256: str | None = None) -> dict[str, Any]:

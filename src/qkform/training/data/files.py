@@ -134,7 +134,7 @@ def _json_lines(path: Path, field: str, faults: Faults) -> Iterator[Piece]:
             if text is None:
                 continue
             try:
-                value = json.loads(text)
+                value = json.loads(text.rstrip("\r\n"))
             except (ValueError, RecursionError) as error:
                 at = (
                     f"{error.msg} at column {error.colno}"

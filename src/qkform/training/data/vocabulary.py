@@ -161,18 +161,9 @@ def _texts(corpus: Corpus) -> Iterator[str]:
 
 
 def _train(corpus: Corpus, vocab_size: int, folder: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.BPE(unk_token=SPECIALS["unk_token"]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIALS.values()),
-        show_progress=False,
-    )
-    backend.train_from_iterator(_texts(corpus), trainer)
+    backend = _merges(_texts(corpus), vocab_size)
     have = backend.get_vocab_size()
     if have <= len(SPECIALS):
         raise DataError(f"{corpus.name}: no text to train a tokenizer on")
@@ -184,3 +175,17 @@ def _train(corpus: Corpus, vocab_size: int, folder: Path) -> None:
     trained = PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIALS)  # type: ignore[no-untyped-call]
     with published(folder) as work:
         trained.save_pretrained(work)
+
+
+def _merges(texts: Iterator[str], vocab_size: int) -> Any:
+    """The byte-level BPE of `texts`, special tokens first."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE(unk_token=SPECIALS["unk_token"]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(SPECIALS.values()), show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    return backend
