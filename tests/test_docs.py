@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.conftest import BERT_CONFIG, bert_tensors
 from tests.arm_records import write_arms
+from tests.conftest import BERT_CONFIG, bert_tensors
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
