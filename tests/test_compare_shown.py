@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,6 +122,13 @@ def test_the_mean_curve_is_there_where_every_seed_is(table):
     assert [row["step"] for row in means] == list(range(0, 101, 10))
     at_zero = [row["held_out"] for row in points if (row["arm"], row["step"]) == ("standard", 0)]
     assert at_zero[-1] == pytest.approx(sum(at_zero[:-1]) / 3)
+
+
+def test_long_curves_are_thinned_out_and_keep_their_ends(table):
+    rows = [{**row, "step": step} for row in table.curves[:1] for step in range(5000)]
+    points = [p for p in curve_points(replace(table, curves=rows)) if p["seed"] is not None]
+    assert len(points) == 400
+    assert (points[0]["step"], points[-1]["step"]) == (0, 4999)
 
 
 @pytest.mark.slow

@@ -156,6 +156,8 @@ def test_what_a_killed_sweep_left_is_waited_for_and_not_trained_twice(desk):
     soon(lambda: len(desk.noted()) == 2)
     process.send_signal(signal.SIGKILL)
     process.wait()
+    standing = listing(Grid.from_dict({"base": BASE, "arms": ARMS, "seeds": [0, 1]}), desk.out)
+    assert [one.state for one in standing] == ["running", "running", "new", "new"]
     ended = {one.name: one for one in desk.sweep(workers=2)}
     assert {one.state for one in ended.values()} == {"finished"}
     assert [one.attempts for one in ended.values()] == [0, 0, 1, 1]  # the first two ended by themselves

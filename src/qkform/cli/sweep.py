@@ -86,7 +86,6 @@ def sweep(
             threads=threads,
             gpus=gpus,
             retries=retries,
-            command=COMMAND,
             say=quietly,
         )
     else:

@@ -16,6 +16,7 @@ from qkform.report.rows import text
 from qkform.report.sections import Packed
 
 CURVES = ("held_out", "symmetry", "normalised_entropy", "largest")
+POINTS = 400  # of a curve: more are not seen, and make a page heavy
 _MOMENTS = {"end": "at the end", "at_loss": "at one loss", "to_baseline": "to the baseline's loss"}
 _ARM_COLUMNS = ("held_out", "symmetry", "directionality", "normalised_entropy", "largest")
 
@@ -177,7 +178,7 @@ def arm_colours(table: CompareTable) -> dict[str, str]:
 def curve_points(table: CompareTable) -> list[Row]:
     """The curves of every run, and behind them those of the mean over the seeds of an arm (seed None)."""
     names = ("smoothed", *MEASURES)
-    points = [{**row, "arm": text(row["arm"])} for row in table.curves]
+    points = [{**row, "arm": text(row["arm"])} for row in _thinned(table.curves)]
     steps: dict[tuple[str, Any], list[Row]] = {}
     for row in points:
         steps.setdefault((row["arm"], row["step"]), []).append(row)
@@ -189,6 +190,18 @@ def curve_points(table: CompareTable) -> list[Row]:
             mean[name] = fmean(found) if len(found) == seeds[arm] else None  # a mean of others would jump
         points.append(mean)
     return [{name: row[name] for name in ("arm", "seed", "step", *names)} for row in points]
+
+
+def _thinned(rows: Sequence[Row]) -> list[Row]:
+    """At most `POINTS` steps, spread evenly over those of the longest run, the last of every run among them."""
+    steps = sorted({row["step"] for row in rows})
+    if len(steps) <= POINTS:
+        return list(rows)
+    kept = {steps[round(i * (len(steps) - 1) / (POINTS - 1))] for i in range(POINTS)}
+    last: dict[Any, Any] = {}
+    for row in rows:
+        last[row["arm"], row["seed"]] = row["step"]
+    return [row for row in rows if row["step"] in kept or row["step"] == last[row["arm"], row["seed"]]]
 
 
 def _mean_and_sd(arm: Mapping[str, Any], name: str) -> str:

@@ -108,7 +108,7 @@ def apart(arm: Arm, baseline: Arm) -> tuple[str | None, str | None]:
             continue
         if loss and name == "model":
             continue
-        if top in DATA | MODEL or last in DATA | MODEL:
+        if top in DATA | MODEL:
             return _said(name, arm, baseline), loss
     return _shapes_apart(arm, baseline), loss
 

@@ -23,7 +23,7 @@ EXPERIMENT, MODEL = "experiment.yaml", "model"
 GRACE_SECONDS = 120  # that a run has to save a checkpoint when it is asked to stop
 _LOOK_SECONDS = 0.1
 _LAST_LINES, _LAST_BYTES = 5, 4096
-State = Literal["new", "begun", "finished"]
+State = Literal["new", "begun", "finished"]  # of a listing also "running"
 Say = Callable[[str], None]
 Stop = Callable[[], int]  # 0: go on; 1: end with a checkpoint; 2: end at once
 
@@ -63,7 +63,7 @@ class Job:
 class Outcome:
     """How a run of a sweep ended, or where it stands.
 
-    state     "finished", "failed" or "interrupted"; of a listing "new", "begun" or "finished"
+    state     "finished", "failed" or "interrupted"; of a listing "new", "running", "begun" or "finished"
     attempts  processes that were started for it; 0 for one that was finished before
     step, held_out   of the last line of its record
     message   what failed, with the last lines of its log
@@ -103,6 +103,20 @@ def ending(job: Job) -> str | None:
     """The reason with which the record ends; None where it goes on, or is not there."""
     record = _record(job)
     return None if record is None or record.end is None else str(record.end.get("reason"))
+
+
+def is_running(job: Job) -> bool:
+    """Whether a process that a sweep started for this run lives."""
+    try:
+        import fcntl
+
+        with job.lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError):
+        return False
+    return False
 
 
 def outcome(job: Job, state: str, **more: Any) -> Outcome:

@@ -32,7 +32,7 @@ def ray_sweep(
     threads: int | None = None,
     gpus: float = 0,
     retries: int = 1,
-    command: Sequence[str] = COMMAND,
+    command: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
     say: Say = lambda _: None,
 ) -> list[Outcome]:
@@ -59,7 +59,7 @@ def ray_sweep(
         task = ray.remote(num_cpus=share, num_gpus=gpus, max_retries=retries)(_task)
         more = dict(environment) if environment is not None else None
         with held(Path(out)), stopped():
-            return _all_of(ray, task, found, (tuple(command), share, retries, more), workers, say)
+            return _all_of(ray, task, found, (command and tuple(command), share, retries, more), workers, say)
     finally:
         if own:
             ray.shutdown()
@@ -90,10 +90,12 @@ def _all_of(
 
 
 def _task(
-    job: Job, command: Sequence[str], threads: int, retries: int, environment: Mapping[str, str] | None
+    job: Job, command: Sequence[str] | None, threads: int, retries: int, environment: Mapping[str, str] | None
 ) -> Outcome:
     """What a worker does: one run, in the environment of its node."""
-    return jobs.execute(job, command, environment=surroundings(environment, threads, None), retries=retries)
+    return jobs.execute(
+        job, command or COMMAND, environment=surroundings(environment, threads, None), retries=retries
+    )
 
 
 def _outcome(ray: Any, reference: Any, job: Job) -> Outcome:

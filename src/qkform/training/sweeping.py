@@ -32,7 +32,10 @@ def planned(grid: Grid, out: str | os.PathLike[str]) -> list[Job]:
 
 def listing(grid: Grid, out: str | os.PathLike[str]) -> list[Outcome]:
     """Where every run of a grid stands; nothing is started or written."""
-    return [jobs.outcome(one, jobs.state(one)) for one in planned(grid, out)]
+    return [
+        jobs.outcome(one, "running" if jobs.is_running(one) else jobs.state(one))
+        for one in planned(grid, out)
+    ]
 
 
 def sweep(
