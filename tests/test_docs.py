@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests import run_records
+from tests.arm_records import write_arms
 from tests.conftest import BERT_CONFIG, bert_tensors
 
 ROOT = Path(__file__).parent.parent
@@ -45,6 +46,8 @@ SKIPPED = {
     "qkform scan EleutherAI/pythia-70m --revision step1000,step143000 --html steps.html": "the same",
     "qkform scan hf://org/name@v1/sub/folder": "the same",
     "python -m tests.fuzz TARGET --runs 100000": "an hour; the recorded outcome is benchmarks/results/fuzz.txt",
+    "qkform sweep grid.yaml --workers 2": "trains for an hour; tests/test_sweep.py sweeps with a stand-in",
+    "qkform sweep grid.yaml --workers 8 --gpus 1 --ray auto": "the same on a cluster; tests/test_sweep_ray.py",
     "python -m tests.survey --write docs/families.md": "rewrites a page; tests/test_families.py compares it",
 }
 
@@ -76,7 +79,7 @@ COMMANDS = [(b, line) for b in blocks() if b.language == "" for line in b.text.s
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
-    """A working folder with the stand-ins that the pages speak of: ./my-model, ./custom, ./no-config, ./trained/a."""
+    """A working folder with the stand-ins that the pages speak of: ./my-model, ./custom, ./trained, ./runs, ./grid.yaml."""
     rng = np.random.default_rng(0)
     custom = {
         f"blocks.{i}.mixer.{n}.weight": rng.normal(size=(w, 6)).astype(np.float32)
@@ -98,6 +101,13 @@ def desk(tmp_path, monkeypatch):
             (tmp_path / name / "config.json").write_text(json.dumps(config))
     for name, ratio in (("a", 1.0), ("b", 4.0)):
         run_records.run(tmp_path / "trained" / name, steps=5, qk_lr_ratio=ratio)
+    write_arms(tmp_path / "runs")
+    grid = {
+        "base": {"preset": "tiny"},
+        "arms": {"standard": {}, "matched": {"init": "matched"}},
+        "seeds": [0, 1, 2],
+    }
+    (tmp_path / "grid.yaml").write_text(json.dumps(grid))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

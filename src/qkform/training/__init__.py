@@ -12,7 +12,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qkform.training.comparing import compare as compare
     from qkform.training.experiment import Experiment as Experiment
+    from qkform.training.grid import Grid as Grid
     from qkform.training.models import build_model as build_model
     from qkform.training.running import Finished as Finished
     from qkform.training.running import run as run
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
 _HOME: dict[str, str] = {  # public name -> module
     "Experiment": "qkform.training.experiment",
     "Finished": "qkform.training.running",
+    from qkform.training.on_ray import ray_sweep as ray_sweep
+    from qkform.training.sweeping import sweep as sweep
+    "Grid": "qkform.training.grid",
+    "compare": "qkform.training.comparing",
+    "ray_sweep": "qkform.training.on_ray",
+    "sweep": "qkform.training.sweeping",
     "build_model": "qkform.training.models",
     "run": "qkform.training.running",
 }
