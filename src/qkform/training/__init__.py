@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from qkform.training.experiment import Experiment as Experiment
     from qkform.training.grid import Grid as Grid
     from qkform.training.models import build_model as build_model
+    from qkform.training.on_ray import ray_sweep as ray_sweep
     from qkform.training.running import Finished as Finished
     from qkform.training.running import run as run
+    from qkform.training.sweeping import sweep as sweep
 
 _HOME: dict[str, str] = {  # public name -> module
     "Experiment": "qkform.training.experiment",
     "Finished": "qkform.training.running",
-    from qkform.training.on_ray import ray_sweep as ray_sweep
-    from qkform.training.sweeping import sweep as sweep
     "Grid": "qkform.training.grid",
     "compare": "qkform.training.comparing",
     "ray_sweep": "qkform.training.on_ray",
