@@ -131,7 +131,10 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(whole, te
         pytest.param({"attention": "no-diagonal", "schedule": "cosine"}, marks=pytest.mark.slow),
         pytest.param({"preset": "mini", "precision": "fp32", "steps": 8}, marks=pytest.mark.slow),
         pytest.param({"preset": "mini", "objective": "clm", "precision": "fp32"}, marks=pytest.mark.slow),
-        pytest.param({"objective": "clm", "model": "gpt2", "qk_lr_ratio": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"objective": "clm", "model": "gpt2", "qk_lr_ratio": 2, "config": {"n_embd": 32, "n_layer": 2}},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda over: "-".join(str(value) for value in over.values())[:60],
 )
