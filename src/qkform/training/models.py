@@ -52,7 +52,7 @@ def change_(model: Any, experiment: Experiment) -> None:
 
 
 def model_config(experiment: Experiment, tokenizer: Any) -> Any:
-    """The config of transformers that the experiment describes."""
+    """The config of transformers that the experiment describes; without a tokenizer, to see whether there is one."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     kind = experiment.model
@@ -63,7 +63,8 @@ def model_config(experiment: Experiment, tokenizer: Any) -> Any:
             + (f"; did you mean {' or '.join(close)}?" if close else "")
         )
     overrides = _overrides(experiment, CONFIG_MAPPING[kind])
-    values: dict[str, Any] = {f"{name}_token_id": None for name in _SPECIAL} | special_ids(tokenizer)
+    values: dict[str, Any] = {f"{name}_token_id": None for name in _SPECIAL}
+    values |= special_ids(tokenizer) if tokenizer is not None else {}
     if experiment.objective == "clm" and hasattr(CONFIG_MAPPING[kind](), "is_decoder"):
         values["is_decoder"] = True
     try:
@@ -75,6 +76,11 @@ def model_config(experiment: Experiment, tokenizer: Any) -> Any:
             setattr(config, name, 0.0)
     _refuse_small(experiment, config, tokenizer)
     return config
+
+
+def check(experiment: Experiment) -> None:
+    """What can be said of the model before there is any data: ExperimentError as from `build_model`."""
+    model_class(experiment, model_config(experiment, None))
 
 
 def model_class(experiment: Experiment, config: Any) -> Any:
@@ -123,7 +129,7 @@ def _refuse_small(experiment: Experiment, config: Any, tokenizer: Any) -> None:
             f"seq_len: {experiment.seq_len}, and max_position_embeddings of the model is {room}; give shorter "
             f"sequences, or config max_position_embeddings={experiment.seq_len}"
         )
-    if config.vocab_size < len(tokenizer):
+    if tokenizer is not None and config.vocab_size < len(tokenizer):
         raise ExperimentError(
             f"config: vocab_size is {config.vocab_size}, and the tokenizer has {len(tokenizer)} tokens; leave "
             "vocab_size away and it will fit, or name the tokenizer that the model is for"

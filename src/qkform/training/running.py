@@ -143,8 +143,9 @@ def _trained(
     progress: Callable[[Progress], None] | None,
 ) -> Finished:
     from qkform.dynamics.environment import changed, environment
-    from qkform.training.models import build_model
+    from qkform.training.models import build_model, check
 
+    check(experiment)
     tokenizer, batches = _data(experiment, tell)
     unigram = batches.tokens.unigram(experiment.objective).held_out
     tell(
@@ -172,8 +173,9 @@ def _trained(
             if args.process_index == 0 and not (out / folder.MODEL).exists():
                 _save(model, tokenizer, out)
             return _finished(out, point.step, point.facts["reason"], point.facts, unigram, tell)
-        if (difference := changed(point.facts["environment"], now)) is not None:
-            tell(f"not exact: {difference}; going on from step {point.step}, as near as that allows")
+        difference = changed(point.facts["environment"], now)
+        tell(f"not exact: {difference}" if difference is not None else "everything is as it was: exact")
+        tell(f"going on from step {point.step}")
     if args.process_index == 0:
         folder.begin(out, experiment, point)
     watch = _watch(
