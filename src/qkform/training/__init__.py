@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from qkform.training.models import build_model as build_model
     from qkform.training.running import Finished as Finished
     from qkform.training.running import run as run
+    from qkform.training.watch import Progress as Progress
 
 _HOME: dict[str, str] = {  # public name -> module
     "Experiment": "qkform.training.experiment",
     "Finished": "qkform.training.running",
+    "Progress": "qkform.training.watch",
     "build_model": "qkform.training.models",
     "run": "qkform.training.running",
 }

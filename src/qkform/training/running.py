@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkform.errors import MissingExtra, QKFormError, TrainingError
+from qkform.errors import ExperimentError, MissingExtra, QKFormError, TrainingError
 from qkform.training import checkpoints, folder
 from qkform.training.checkpoints import Checkpoint
 from qkform.training.experiment import Experiment
@@ -176,11 +176,11 @@ def _trained(
         difference = changed(point.facts["environment"], now)
         tell(f"not exact: {difference}" if difference is not None else "everything is as it was: exact")
         tell(f"going on from step {point.step}")
-    if args.process_index == 0:
-        folder.begin(out, experiment, point)
     watch = _watch(
         experiment, out, args, point, model, tokenizer, batches, facts, unigram, asked_to_stop, progress
     )
+    if args.process_index == 0:
+        folder.begin(out, experiment, point)
     try:
         watch.engine.train(resume_from_checkpoint=str(point.path) if point else None)
         whole = watch.engine.whole_model()
@@ -238,7 +238,12 @@ def _watch(
     from qkform.training.engine import Engine
     from qkform.training.watch import Watch
 
-    engine = Engine(experiment, model, batches, args)
+    try:
+        engine = Engine(experiment, model, batches, args)
+    except (ImportError, RuntimeError, ValueError) as error:
+        if isinstance(error, QKFormError) or not experiment.report_to:
+            raise
+        raise ExperimentError(f"report_to: {error}") from error
     tracker = Tracker(
         engine.model,
         every=experiment.track_every,
