@@ -107,6 +107,16 @@ def test_a_killed_run_resumes_exactly(whole, text, tmp_path):
     assert [(event["step"], event["exact"]) for event in resumed] == [(3, True), (6, True)]
 
 
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_run_that_was_killed_before_its_second_checkpoint_goes_on_from_step_0(whole, text, tmp_path, step):
+    with pytest.raises(Killed):
+        run(small(text), tmp_path / "a", progress=killed_at(step))
+    run(small(text), tmp_path / "a", resume=True)
+    assert same_weights(tmp_path / "a", whole)
+    assert lines(tmp_path / "a") == lines(whole)
+    assert [e["step"] for e in events(tmp_path / "a") if e["event"] == "resume"] == [0]
+
+
 @pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(whole, text, tmp_path):
     with pytest.raises(Killed):
