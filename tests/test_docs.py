@@ -98,7 +98,7 @@ TRAINING = list(
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
-    """A working folder with stand-ins for what the pages speak of: ./my-model, ./custom, ./trained, ./runs, ./grid.yaml."""
+    """A working folder with stand-ins for what the pages speak of: ./my-model, ./trained, ./runs, ./grid.yaml, ..."""
     rng = np.random.default_rng(0)
     custom = {
         f"blocks.{i}.mixer.{n}.weight": rng.normal(size=(w, 6)).astype(np.float32)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from qkform.training.running import Finished as Finished
     from qkform.training.running import run as run
     from qkform.training.sweeping import sweep as sweep
+    from qkform.training.watch import Progress as Progress
 
 _HOME: dict[str, str] = {  # public name -> module
     "Experiment": "qkform.training.experiment",
@@ -28,6 +29,7 @@ _HOME: dict[str, str] = {  # public name -> module
     "compare": "qkform.training.comparing",
     "ray_sweep": "qkform.training.on_ray",
     "sweep": "qkform.training.sweeping",
+    "Progress": "qkform.training.watch",
     "build_model": "qkform.training.models",
     "run": "qkform.training.running",
 }
