@@ -99,7 +99,7 @@ TRAINING = list(
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
-    """A working folder with the stand-ins that the pages speak of: ./my-model, ./custom, ./runs, ./grid.yaml."""
+    """A working folder with stand-ins for what the pages speak of: ./my-model, ./trained, ./runs, ./grid.yaml, ..."""
     rng = np.random.default_rng(0)
     custom = {
         f"blocks.{i}.mixer.{n}.weight": rng.normal(size=(w, 6)).astype(np.float32)
@@ -119,6 +119,8 @@ def desk(tmp_path, monkeypatch):
         save_file(tensors, tmp_path / name / "model.safetensors")
         if config:
             (tmp_path / name / "config.json").write_text(json.dumps(config))
+    for name, ratio in (("a", 1.0), ("b", 4.0)):
+        run_records.run(tmp_path / "trained" / name, steps=5, qk_lr_ratio=ratio)
     arms = {"standard": {"init": "standard"}, "matched": {"init": "matched"}}
     for (arm, change), seed in itertools.product(arms.items(), range(3)):
         place = tmp_path / "runs" / arm / f"seed-{seed}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from qkform.records import ScoreTable
     from qkform.report.trainedsection import Trained
 
-OBJECTIVES = ("mlm", "clm")
+OBJECTIVES: tuple[Literal["mlm"], Literal["clm"]] = ("mlm", "clm")
 TRACKED = 16  # times that a training is tracked
 
 

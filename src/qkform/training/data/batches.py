@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qkform.errors import DataError
-from qkform.training.data.cache import Tokens
 from qkform.training.data.order import Order, permutation
+from qkform.training.data.tokens import Tokens
 from qkform.training.draws import HELD_OUT, TRAINING, draws
 
 if TYPE_CHECKING:
