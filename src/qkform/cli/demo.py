@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal, TYPE_CHECKING
 
 from cyclopts import Parameter
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from qkform.records import ScoreTable
     from qkform.report.trainedsection import Trained
 
-OBJECTIVES = ("mlm", "clm")
+OBJECTIVES: tuple[Literal["mlm", "clm"], ...] = ("mlm", "clm")
 TRACKED = 16  # times that a training is tracked
 
 
