@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Literal, TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
