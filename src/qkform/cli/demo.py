@@ -84,11 +84,11 @@ def _with_training(table: ScoreTable, html: Path, steps: int, quiet: bool) -> in
 
 def _train(folder: Path, steps: int, quiet: bool) -> int:
     """Both objectives, one after the other; the exit code."""
-    from qkform.cli.train import _Line
+    from qkform.cli.progress import Line
     from qkform.training import Experiment, run
 
     every = max(steps // TRACKED, 1)
-    line = _Line(every)
+    line = Line(every)
     try:
         for objective in OBJECTIVES:
             run(

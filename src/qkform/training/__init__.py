@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qkform.training.experiment import Experiment as Experiment
     from qkform.training.models import build_model as build_model
-    from qkform.training.run import Finished as Finished
-    from qkform.training.run import run as run
+    from qkform.training.running import Finished as Finished
+    from qkform.training.running import run as run
 
 _HOME: dict[str, str] = {  # public name -> module
     "Experiment": "qkform.training.experiment",
-    "Finished": "qkform.training.run",
+    "Finished": "qkform.training.running",
     "build_model": "qkform.training.models",
-    "run": "qkform.training.run",
+    "run": "qkform.training.running",
 }
 
 __all__ = sorted(_HOME)

@@ -68,7 +68,7 @@ class Watch(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step = state.global_step
         self._began = (time.monotonic(), step)
-        if step == 0:
+        if self.tracker.resume is None:
             self._track(0)
             self.tracker.event("data", **self.data)
             self._save(0)

@@ -160,6 +160,8 @@ def _trained(
     now = environment(model)
     facts = {"experiment": experiment.to_dict(), "environment": now, "data": batches.tokens.key}
     batches.tokens.check_vocabulary(model.config.vocab_size, experiment.model)
+    for problem in checkpoints.checkpoints(out / folder.CHECKPOINTS)[1] if resume else ():
+        tell(f"warning: a checkpoint is passed over: {problem}")
     if point is None:
         if resume:
             tell(f"{out} was left before its first checkpoint; beginning anew")
