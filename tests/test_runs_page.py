@@ -374,7 +374,6 @@ def test_in_a_browser_hostile_runs_beside_each_other(tmp_path, browser, cache):
         steps=6,
         note=f"{NAME}2",
         said=HOSTILE,
-        said=HOSTILE,
         qk_lr_ratio=4.0,
     )
     runs = RunSet.read([tmp_path / "runs", tmp_path / HOSTILE.replace("/", "|")])
