@@ -325,6 +325,10 @@ def test_the_baseline_is_named_where_it_is_not_clear(runs, tmp_path):
 def test_one_arm_alone_has_no_pairs(runs):
     table = compare([runs / "standard"])
     assert (len(table.arms), table.pairs, len(table)) == (1, [], 0)
+    same = compare(
+        [runs / "standard", runs / "standard" / "seed-1", runs / "standard" / "seed-2" / "record.jsonl"]
+    )
+    assert same.arms == table.arms  # a folder that is named twice is one run
     assert table.arms[0]["mean"]["symmetry"] == pytest.approx(0.1)
     assert table.arms[0]["sd"]["held_out"] == pytest.approx(
         np.std([r["held_out"] for r in table.arms[0]["runs"]], ddof=1)
