@@ -136,8 +136,8 @@ def agree(one: object, other: object, inputs: tuple[Tensor, ...], *, largest: fl
 # ---- exclusive ------------------------------------------------------------------------------------------------------
 
 
-def exclusive(case: Case):
-    return lambda q, k, v: qk.attention.exclusive_attention(q, k, v, **case.options())
+def exclusive(case: Case, **more: object):
+    return lambda q, k, v: qk.attention.exclusive_attention(q, k, v, **case.options(), **more)
 
 
 @pytest.mark.parametrize("case", CASES, ids=by_name)
@@ -351,6 +351,41 @@ def test_exclusive_says_what_does_not_fit(change, message):
     arguments = {name: torch.zeros(x) if isinstance(x, tuple) else x for name, x in shapes.items()}
     with pytest.raises(AttentionError, match=message):
         qk.attention.exclusive_attention(**arguments)
+
+
+@pytest.mark.parametrize("impl", ["reference", "flash"])
+@pytest.mark.parametrize(
+    "case",
+    [Case(), Case(causal=True, groups=2), Case(n=3, causal=True, mask="right padding", groups=2)],
+    ids=by_name,
+)
+def test_exclusive_implementations_agree(case, impl):
+    agree(exclusive(case), exclusive(case, impl=impl), case.inputs())
+
+
+def test_exclusive_flash_says_why_it_cannot_be_used():
+    q, k, v = Case().inputs()
+    for more, reason in (
+        ({"dropout_p": 0.3}, "dropout_p is 0.3"),
+        ({"value": torch.zeros(2, 4, 7, 6, dtype=torch.float64)}, "value has 6 features"),
+        ({"attn_mask": torch.zeros(7, 7, dtype=torch.float64, requires_grad=True)}, "requires a gradient"),
+    ):
+        given = {"query": q, "key": k, "value": v} | more
+        with pytest.raises(AttentionError, match=f"impl='flash' cannot be used: .*{reason}"):
+            qk.attention.exclusive_attention(**given, impl="flash")
+        for impl in ("auto", "reference"):
+            assert qk.attention.exclusive_attention(**given, impl=impl).isfinite().all()
+
+
+@pytest.mark.parametrize("function", ["exclusive_attention", "no_diagonal_attention"])
+def test_an_implementation_or_a_dropout_that_is_none(function):
+    attention = getattr(qk.attention, function)
+    for wrong, message in (
+        ({"impl": "fast"}, "impl is 'fast'; known: auto"),
+        ({"dropout_p": 2.0}, "dropout_p is 2.0"),
+    ):
+        with pytest.raises(AttentionError, match=message):
+            attention(*Case().inputs(), **wrong)
 
 
 # ---- no diagonal ----------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_statistics_are_those_of_the_whole_matrix(case, decoupled, largest):
     else:
         assert found.largest is None
     assert (found.effective_keys - torch.where(some, entropy.exp(), 0.0)).abs().max() < 1e-11
-    assert found.normalised_entropy.isfinite().all()
+    assert torch.equal(found.normalised_entropy.isnan(), found.keys < 2)
 
 
 @pytest.mark.parametrize("decoupled", [False, True], ids=["standard", "decoupled"])
@@ -92,9 +92,24 @@ def test_without_a_preference_the_entropy_is_the_log_of_the_number_of_keys(case,
     assert (found.entropy - log_keys)[some].abs().max() < 1e-14
     assert (found.log_sum_exp - log_keys)[some].abs().max() < 1e-14
     assert (found.effective_keys - found.keys).abs().max() < 1e-13
-    assert (found.normalised_entropy - (found.keys > 1).double()).abs().max() < 1e-14
+    assert ((found.normalised_entropy - 1)[found.keys > 1].abs() < 1e-14).all()
     if largest:
         assert (found.largest * found.keys - some.double()).abs().max() < 1e-14
+
+
+def test_a_row_with_one_key_has_no_normalised_entropy_anywhere():
+    """Neither sharp nor spread: `dynamics.sharpness` says the same of the same weights."""
+    q, k, _ = Case().inputs()
+    found = statistics(Case(causal=True)).normalised_entropy
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(
+        torch.ones(7, 7, dtype=torch.bool).triu(1), -math.inf
+    )
+    same = qk.dynamics.sharpness(
+        scores.softmax(-1), torch.ones(7, 7, dtype=torch.bool).tril()
+    ).normalised_entropy
+    assert torch.equal(found.isnan(), same.isnan())
+    assert found[..., 0].isnan().all()
+    assert (found - same)[..., 1:].abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("largest", [True, False])
@@ -104,7 +119,7 @@ def test_rows_without_keys_are_zero_and_not_counted(largest):
     assert empty[1, :, :3].all()
     assert not empty[0].any()
     assert (found.log_sum_exp[empty] == -math.inf).all()
-    for values in (found.entropy, found.effective_keys, found.normalised_entropy):
+    for values in (found.entropy, found.effective_keys):
         assert (values[empty] == 0).all()
     if largest:
         assert (found.largest[empty] == 0).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from qkform import sites, surgery
+from qkform import dynamics, sites, surgery
 from qkform.dynamics import Decomposition, decompose
 from qkform.dynamics.capture import observe
 from qkform.errors import DynamicsError, SourceError
@@ -849,3 +850,157 @@ def test_keys_from_a_cache_are_refused() -> None:
         past = model(input_ids=TOKENS, use_cache=True).past_key_values
     with pytest.raises(DynamicsError, match="14 keys for 7 tokens: give a batch without a cache"):
         decompose(model, {"input_ids": TOKENS, "labels": TOKENS, families_.past_name(): past})
+
+
+# ---- under other circumstances -------------------------------------------------------------------------------
+
+
+def test_autocast_of_the_caller_is_for_the_model_alone() -> None:
+    model, batch = built("bert")
+    expected = decompose(model, batch)  # in float64, which autocast leaves alone
+    with torch.autocast("cpu", torch.bfloat16):
+        found = decompose(model, batch)
+    model = model.float()
+    plain = decompose(model, batch)
+    for each, other, exact_ in zip(found, plain, expected, strict=True):
+        close(each.gamma, exact_.gamma)
+        close(other.gamma.double(), exact_.gamma, 1e-3)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = [d.beta.sum(-1).abs().max() for d in decompose(model, batch, beta=True)]
+        size = [d.beta.abs().max() for d in decompose(model, batch, beta=True)]
+    assert all(r < 1e-5 * s for r, s in zip(rows, size, strict=True))
+
+
+def test_tensors_of_inference_mode() -> None:
+    model, batch = built("gpt2")
+    expected = decompose(model, batch)
+    with torch.inference_mode():
+        found = decompose(model, {name: value.clone() for name, value in batch.items()})
+        made = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))
+    for each, other in zip(found, expected, strict=True):
+        assert torch.equal(each.gamma, other.gamma)
+    with pytest.raises(DynamicsError, match="made in inference mode"):
+        decompose(made, batch)
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))
+    with pytest.raises(DynamicsError, match="meta device and has no values"):
+        decompose(model, built("gpt2")[1])
+
+
+class _InPlace(nn.Module):  # type: ignore[misc]
+    """Changes the output of its attention in place."""
+
+    def __init__(self, change: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True, dtype=torch.float64)
+        self.change = change
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        out = self.attention(x, x, x, attn_mask=mask)[0]
+        return out.mul_(3.0) if self.change else out * 3.0
+
+
+def cube(output: Tensor) -> Tensor:
+    return output.pow(3).mean()
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_an_output_that_is_changed_in_place_has_its_own_gradient(learns: bool) -> None:
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    one, other = (
+        decompose(_InPlace(change).requires_grad_(learns), {"x": x}, loss_fn=cube)[0]
+        for change in (True, False)
+    )
+    assert one.gamma.abs().max() > 1e-3
+    close(one.gamma, other.gamma)
+
+
+@pytest.mark.parametrize("low", [-1e4, -1e9, torch.finfo(torch.float64).min, -torch.inf])
+def test_a_low_float_mask_closes_keys(low: float) -> None:
+    """As people write masks: what is closed has no part in the null of `conflict`, nor in beta."""
+    module = _InPlace(False)
+    x, closed = torch.randn(2, 5, 6, dtype=torch.float64), torch.ones(5, 5, dtype=torch.bool).triu(1)
+    expected = dynamics.conflict(module, {"x": x, "mask": closed}, loss_fn=cube, permutations=3)[0]
+    mask = torch.zeros(5, 5, dtype=torch.float64).masked_fill(closed, low)
+    found = dynamics.conflict(module, {"x": x, "mask": mask}, loss_fn=cube, permutations=3)[0]
+    for name in ("cosine", "null_closed", "null"):
+        close(getattr(found, name), getattr(expected, name))
+
+
+def test_threads_come_one_after_the_other() -> None:
+    model, batch = built("gpt2")
+    model.train()
+    before, expected = state_of(model), decompose(model, batch)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: decompose(model, batch), range(8)))
+    assert same(state_of(model), before)
+    for each in found:
+        assert all(torch.equal(d.gamma, e.gamma) for d, e in zip(each, expected, strict=True))
+
+
+def test_a_call_within_a_call_is_refused() -> None:
+    model, batch = built("gpt2")
+
+    def loss(output: Any) -> Tensor:
+        return decompose(model, batch)[0].gamma.sum()
+
+    before = state_of(model)
+    with pytest.raises(DynamicsError, match="while another call"):
+        decompose(model, batch, loss_fn=loss)
+    assert same(state_of(model), before)
+    decompose(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"dtype": torch.float16}, "dtype is torch.float16; it is torch.float32 or"),
+        ({"dtype": "float64"}, "dtype is 'float64'"),
+        ({"modules": "transformer.h.0.attn"}, "it is a list of paths"),
+        ({"modules": 3}, "it is a list of paths"),
+        ({"loss_fn": 3}, "loss_fn is a int"),
+    ],
+)
+def test_arguments_that_are_none(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(DynamicsError, match=words):
+        decompose(*built("gpt2"), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"permutations": 2.5}, "permutations is 2.5"),
+        ({"permutations": True}, "permutations is True"),
+        ({"seed": "1"}, "seed is '1'"),
+        ({"seed": 2**70}, "seed is"),
+    ],
+)
+def test_arguments_of_conflict_that_are_none(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(DynamicsError, match=words):
+        dynamics.conflict(*built("gpt2"), **given)
+    with pytest.raises(DynamicsError, match="holds a list; give results"):
+        dynamics.fraction_negative([[]])  # type: ignore[list-item]
+
+
+def test_compiled_parts_of_a_model_are_seen() -> None:
+    model, batch = built("bert")
+    expected = decompose(model, batch)
+    for layer in model.bert.encoder.layer:
+        layer.compile(backend="eager")
+    with torch.no_grad():
+        model(**batch)
+    for each, other in zip(decompose(model, batch), expected, strict=True):
+        close(each.gamma, other.gamma)
+
+
+def test_a_batch_without_tokens_is_refused() -> None:
+    model, batch = built("gpt2")
+    with pytest.raises(DynamicsError, match="there is no token in it"):
+        decompose(model, {name: value[:0] for name, value in batch.items()})
+    with pytest.raises(DynamicsError, match="names are strings"):
+        decompose(model, {1: 2})  # type: ignore[dict-item]

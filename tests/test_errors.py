@@ -41,3 +41,31 @@ def test_bad_arguments_are_value_errors() -> None:
         with pytest.raises(ValueError) as caught:
             call()
         assert isinstance(caught.value, errors.QKFormError)
+
+
+def test_of_a_live_model_python_words_are_said() -> None:
+    """No flag of the command line and no file: there is neither."""
+    nn = pytest.importorskip("torch").nn
+    odd = nn.ModuleDict({"q": nn.Linear(8, 8), "k": nn.Linear(8, 8)})
+    for model in (nn.Sequential(nn.Linear(4, 4)), nn.ModuleDict({"layers": nn.ModuleList([odd])})):
+        for call in (
+            qk.scan,
+            qk.sites.find,
+            qk.surgery.decouple_,
+            qk.surgery.symmetrize_,
+            lambda model: qk.surgery.param_groups(model, lr=1.0),
+            lambda model: qk.surgery.set_attention_(model, "exclusive"),
+            qk.surgery.collapse_,
+        ):
+            with pytest.raises(errors.QKFormError) as caught:
+                call(model)
+            said = str(caught.value)
+            assert "--" not in said
+            assert "config.json" not in said
+            if call in (qk.scan, qk.sites.find):
+                assert "heads=" in said
+            elif call is not qk.surgery.collapse_:
+                assert isinstance(caught.value, errors.SurgeryError)
+                assert "give a transformers model, or a module that holds nn.MultiheadAttention" in said
+    with pytest.raises(errors.LayoutError, match=r"For example: heads=N, q='layers\.{layer}\.q\.weight'"):
+        qk.scan(model)

@@ -855,7 +855,7 @@ def test_modules_of_no_heads_are_named() -> None:
         qk.scan(model)
     names = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(12, 12), "k_proj": torch.nn.Linear(12, 12)})
     names.n_heads = 0
-    with pytest.raises(LayoutError, match="pass --heads"):
+    with pytest.raises(LayoutError, match="pass heads="):
         qk.scan(Odd(self_attn=names))
 
 
@@ -1250,7 +1250,7 @@ def test_heads_are_read_off_the_modules(tmp_path: Path) -> None:
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     assert_same_scan(tmp_path, model, heads=4)
     model["layers"][1]["self_attn"].n_heads = 3
-    with pytest.raises(LayoutError, match=re.escape("--heads")):
+    with pytest.raises(LayoutError, match=re.escape("heads=")):
         qk.scan(model)
 
 

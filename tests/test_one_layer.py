@@ -469,6 +469,15 @@ def test_long_times_and_steep_lines_keep_their_digits():
     assert Flow().gap_at(1e12, 1.0) == pytest.approx(math.log(steep * 1e24 / Flow().task.odds), rel=1e-9)
 
 
+def test_a_large_imbalance_is_a_fixed_speed():
+    """h is the imbalance then, the same everywhere: collapsed circuits at rates that are multiplied by it."""
+    flow = flow_of("FAFO", start=1e-3, imbalance=1e9)
+    same = Flow(start=(1e-3, 1e-3))
+    assert flow.closed_form(2.0, 0.1).gap == pytest.approx(same.closed_form(2.0, 0.1).gap, rel=1e-9)
+    assert flow.gap_at(2e-3, 2.0) - 1e-3 == pytest.approx(same.gap_at(2e-3, 2.0) - 1e-3, rel=1e-6)
+    assert flow.gain_at(0.2, 2.0) == pytest.approx(same.gain_at(0.2, 2.0), rel=1e-6)
+
+
 def test_numbers_of_numpy_are_numbers():
     sizes = {
         "classes": np.int64(8),
@@ -589,6 +598,11 @@ def test_small_steps_of_gradient_descent_are_the_flow():
         (lambda: Flow(start="12"), "start is '12'; it is one number, or a pair"),
         (lambda: Flow(start=(0.1, None)), "start is None"),
         (lambda: Flow(imbalance=None), "imbalance is None"),
+        (
+            lambda: Flow(start=(1e5, 0)),
+            "start is 100000.0 for the attention circuit; it is 0 or above, up to 600",
+        ),
+        (lambda: flow_of("FAFO", imbalance=1e-200), "from 1e-100 to 1e100 in size"),
         (lambda: Flow(objective=[]), "objective is []"),
         (lambda: Flow(attention=np.zeros(2)), "attention is array"),
         (lambda: Flow().closed_form("1", 0.1), "ratio is '1'"),

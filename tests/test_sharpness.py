@@ -358,3 +358,62 @@ def test_measuring_weights_needs_no_torch() -> None:
         "d.rank_correlation([1, 2], [3, 4]); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+# ---- what is no attention, or no tokens ---------------------------------------------------------------------
+
+
+def test_positions_are_positions_whatever_kind_of_integer_they_are():
+    weights = np.array([[0.5, 0.3, 0.2]])
+    for tokens in ([1], (np.int64(1),), [np.int32(-2)]):
+        assert_allclose(sharpness(weights, tokens=tokens).mass, [0.3])
+    for tokens in (np.array([1]), torch.tensor([0]), 1, np.int64(1)):  # one would count for every key
+        with pytest.raises(DynamicsError, match="tokens has shape"):
+            sharpness(weights, tokens=tokens)
+
+
+def test_weights_without_an_end_have_no_measures():
+    weights = np.array([[np.inf, 1.0], [np.nan, 1.0], [0.5, 0.5]])
+    assert_allclose(sharpness(weights).entropy, [np.nan, np.nan, math.log(2)])
+    with pytest.raises(DynamicsError, match="masked array"):
+        sharpness(np.ma.masked_array([0.5, 0.5], [True, False]))
+
+
+def total(tokens):
+    return sum(float(token) for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda: comprehensiveness(total, "abc", [1, 2, 3]), "x is a str; expected tokens"),
+        (lambda: leave_one_out(total, {1: 2}), "x is a dict"),
+        (lambda: leave_one_out(total, 3), "x is a int"),
+        (lambda: leave_one_out(total, torch.ones(1, 3, dtype=torch.int64)), r"shape \(1, 3\)"),
+        (lambda: leave_one_out(None, [1, 2]), "f is a NoneType"),
+        (lambda: sufficiency(total, [1, 2], [0.5, math.nan]), "weights is NaN at open token 1"),
+        (lambda: sufficiency(total, [1, 2], [0.5, 0.5], mask=[0, 0]), "closes every token"),
+        (lambda: sufficiency(total, [1, 2], [0.5, 0.5], share="all"), "share is 'all'"),
+        (lambda: sufficiency(total, [1, 2], ["a", "b"]), "real numbers"),
+        (lambda: rank_correlation([[1], [1, 2]], [1, 2]), "real numbers"),
+        (lambda: rank_correlation([1, 2], [1j, 2]), "real numbers"),
+        (lambda: attention_mass(None, [0]), "weights is a NoneType"),
+        (lambda: attention_mass(np.ones((1, 1, 1, 2, 2)), [0], residual=1.5), "residual is 1.5"),
+        (lambda: attention_mass(np.ones((1, 1, 1, 2, 2)), [0], residual=math.nan), "residual is nan"),
+        (lambda: attention_mass(np.ones((1, 1, 1, 2, 2)), [0], layers=["mean"]), "known: mean, max"),
+        (lambda: attention_mass(np.ones((1, 2, 1, 2, 2)), [0], row=[0, 1, 1]), "one for each of 2"),
+        (lambda: attention_mass([np.ones((1, 1, 2, 2)), np.ones((1, 1, 3, 3))], [0]), "differ in shape"),
+    ],
+)
+def test_what_has_no_proxy_says_why(ask, words):
+    with pytest.raises(DynamicsError, match=words):
+        ask()
+
+
+def test_no_open_token_leaves_nothing_out_and_bfloat16_counts():
+    assert np.isnan(leave_one_out(total, [1, 2], mask=[0, 0])).all()
+    weights = torch.tensor([0.25, 0.75], dtype=torch.bfloat16)
+    assert (
+        comprehensiveness(lambda x: x.sum().bfloat16(), torch.tensor([3.0, 4.0]), weights, share=0.5) == 4.0
+    )
+    assert rank_correlation(weights, [1, 2]) == 1.0

@@ -48,19 +48,6 @@ _OF_DIFF: dict[str, type] = {
     "offset": int,
 }
 _LATER = ("revision_a", "revision_b", "offset")  # fields that records of earlier versions do not have
-_NOTEBOOK = (
-    "component",
-    "layer",
-    "attention",
-    "part",
-    "symmetry_a",
-    "symmetry_b",
-    "symmetry_change",
-    "symmetry_change_z",
-    "directionality_change",
-    "relative_change",
-    "cosine",
-)
 
 
 @dataclass(frozen=True)
@@ -71,6 +58,19 @@ class DiffTable(Table):
     """
 
     schema: ClassVar[str] = SCHEMA
+    shown: ClassVar[Sequence[str]] = (
+        "component",
+        "layer",
+        "attention",
+        "part",
+        "symmetry_a",
+        "symmetry_b",
+        "symmetry_change",
+        "symmetry_change_z",
+        "directionality_change",
+        "relative_change",
+        "cosine",
+    )
 
     source_a: str
     source_b: str
@@ -129,4 +129,6 @@ class DiffTable(Table):
     def _repr_html_(self) -> str:
         """A small table of layers, for notebooks."""
         title = f"{self.source_a} → {self.source_b}: {len(self.layers)} layers, {len(self.heads)} heads"
-        return notebook_table(title, [{**dict.fromkeys(_NOTEBOOK), **row} for row in self.layers], _NOTEBOOK)
+        return notebook_table(
+            title, [{**dict.fromkeys(self.shown), **row} for row in self.layers], self.shown
+        )

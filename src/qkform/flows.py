@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, ClassVar
 
+from qkform.plain import plain_table
 from qkform.records import Row, Table, plain_row
 
 SCHEMA = "qkform.theory/1"
@@ -72,6 +73,11 @@ class FlowTable(Table):
             if row["simulated"] is not None:
                 _numbers(row["simulated"], MEASURES)
         return cls(task, rows)
+
+    def __str__(self) -> str:
+        """A line per ratio, as plain text."""
+        names = [name for name in self.columns() if name not in _OF_TASK]
+        return f"FlowTable({len(self)} ratios)\n{plain_table(self._flat(), names)}"
 
     def _repr_html_(self) -> str:
         """A small table, for notebooks."""

@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any, ClassVar, Self
 
 from qkform.errors import MissingExtra, RecordError
+from qkform.plain import plain_table, short
 
 SCHEMA = "qkform.scan/1"
 Row = dict[str, Any]
@@ -141,6 +142,7 @@ class Table:
     """
 
     schema: ClassVar[str]
+    shown: ClassVar[Sequence[str]] = ()  # the columns of `print`, and of a notebook
     rows: Any  # a field of one record, computed by another
 
     @property
@@ -165,6 +167,11 @@ class Table:
     def _from_document(cls, document: Mapping[str, Any]) -> Self:
         """The table of a document of this schema; KeyError or TypeError where it is not complete."""
         raise NotImplementedError
+
+    def __str__(self) -> str:
+        """The rows of whole layers as plain text, under a line that says of what; heads are in `rows`."""
+        rows = self.layers if self.shown else ()
+        return f"{self!r}\n{plain_table(rows, self.shown)}" if rows else repr(self)
 
     def _flat(self) -> list[Row]:
         """Rows with a value, or None, for every one of `columns`."""
@@ -262,6 +269,17 @@ class ScoreTable(Table):
     """
 
     schema: ClassVar[str] = SCHEMA
+    shown: ClassVar[Sequence[str]] = (
+        "component",
+        "layer",
+        "attention",
+        "part",
+        "mask",
+        "symmetry",
+        "symmetry_z",
+        "directionality",
+        "norm",
+    )
 
     models: Sequence[ModelScores] = ()
     errors: Sequence[SourceFault] = field(default=())
@@ -302,15 +320,24 @@ class ScoreTable(Table):
         checked_rows((row for model in models for row in model.rows), COLUMNS, _LATER)
         return cls(models, [SourceFault(**error) for error in document["errors"]])
 
+    def __str__(self) -> str:
+        """A table of layers per model, under a line that says of what; heads are in `rows`."""
+        blocks = [f"{_title(model)}\n{plain_table(model.layers, self.shown)}" for model in self.models]
+        blocks += [f"{error.source}: {error.message}" for error in self.errors]
+        return "\n\n".join(blocks) or repr(self)
+
     def _repr_html_(self) -> str:
         """A small table of layers per model, for notebooks."""
         blocks = []
         for model in self.models:
-            title = f"{_told(model)}: {len(model.layers)} layers, {len(model.heads)} heads"
-            blocks.append(notebook_table(title, model.layers, _NOTEBOOK))
+            blocks.append(notebook_table(_title(model), model.layers, self.shown))
         for error in self.errors:
             blocks.append(f"<p>{html.escape(error.source)}: {html.escape(error.message)}</p>")
         return "".join(blocks) or "<p>empty ScoreTable</p>"
+
+
+def _title(model: ModelScores) -> str:
+    return f"{_told(model)}: {len(model.layers)} layers, {len(model.heads)} heads"
 
 
 def _told(model: ModelScores) -> str:
@@ -324,25 +351,12 @@ def notebook_table(title: str, rows: Sequence[Row], columns: Iterable[str]) -> s
     shown = [n for n in columns if any(row[n] is not None for row in rows)]
     head = "".join(f"<th>{html.escape(n)}</th>" for n in shown)
     body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(_short(row[n]))}</td>" for n in shown) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td>{html.escape(short(row[n]))}</td>" for n in shown) + "</tr>" for row in rows
     )
     return (
         f"<p><b>{html.escape(title)}</b></p>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     )
-
-
-_NOTEBOOK = (
-    "component",
-    "layer",
-    "attention",
-    "part",
-    "mask",
-    "symmetry",
-    "symmetry_z",
-    "directionality",
-    "norm",
-)
 
 
 def merged(tables: Iterable[ScoreTable]) -> ScoreTable:
@@ -428,12 +442,6 @@ def _csv_cell(value: Any) -> Any:
     if isinstance(value, list):
         return " ".join(str(v) for v in value)
     return "" if value is None else value
-
-
-def _short(value: Any) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def extra(package: str) -> Any:

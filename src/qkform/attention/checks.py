@@ -24,10 +24,8 @@ def check(
     impl: str,
 ) -> None:
     """AttentionError for the first thing that does not fit."""
-    if impl not in IMPLEMENTATIONS:
-        raise AttentionError(f"impl is {impl!r}; known: {', '.join(IMPLEMENTATIONS)}")
-    if not 0.0 <= dropout_p <= 1.0:
-        raise AttentionError(f"dropout_p is {dropout_p}; it is a probability, from 0 to 1")
+    check_impl(impl)
+    check_dropout(dropout_p)
     check_heads(query, key, value, enable_gqa)
     b, h, n, _ = query.shape
     m = key.shape[2]
@@ -64,6 +62,16 @@ def check_tensors(needed: Mapping[str, object], optional: Mapping[str, object]) 
             else f": torch.{'from_numpy' if kind.__module__ == 'numpy' else 'tensor'}({name}) makes one"
         )
         raise AttentionError(f"{name} is {found}; expected a torch.Tensor{how}")
+
+
+def check_impl(impl: str) -> None:
+    if impl not in IMPLEMENTATIONS:
+        raise AttentionError(f"impl is {impl!r}; known: {', '.join(IMPLEMENTATIONS)}")
+
+
+def check_dropout(dropout_p: float) -> None:
+    if not 0.0 <= dropout_p <= 1.0:
+        raise AttentionError(f"dropout_p is {dropout_p}; it is a probability, from 0 to 1")
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:

@@ -63,8 +63,8 @@ def decoupled_attention(
     reason = None
     if impl != "reference":
         reason = why_not_flash(query, key, value, self_score, attn_mask, dropout_p, scale)
-    if impl == "flash" and reason is not None:
-        raise AttentionError(f"impl='flash' cannot be used: {reason}; impl='reference' and 'auto' can")
+    if impl == "flash":
+        refuse_flash(reason)
     if impl == "reference" or reason is not None:
         return reference.decoupled(
             query,
@@ -81,6 +81,11 @@ def decoupled_attention(
     start = key.shape[2] - query.shape[2] if query_start is None else 0 if place is not None else query_start
     given = (query, key, value, self_score, attn_mask, is_causal, scale, start, place)
     return Direct.apply(*given) if direct(*given[:5], place) else attend(*given)[0]
+
+
+def refuse_flash(reason: str | None) -> None:
+    if reason is not None:
+        raise AttentionError(f"impl='flash' cannot be used: {reason}; impl='reference' and 'auto' can")
 
 
 def why_not_flash(

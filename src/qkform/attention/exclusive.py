@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from qkform.attention.checks import autocast, check_heads, check_mask, check_start, check_tensors
+from qkform.attention import reference
+from qkform.attention.checks import (
+    autocast,
+    check_dropout,
+    check_heads,
+    check_impl,
+    check_mask,
+    check_start,
+    check_tensors,
+)
+from qkform.attention.decoupled import refuse_flash, why_not_flash
 from qkform.attention.masks import narrowed, tops
 
 
@@ -21,6 +33,7 @@ def exclusive_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     query_start: int | Tensor | None = None,
+    impl: Literal["auto", "reference", "flash"] = "auto",
 ) -> Tensor:
     """Exclusive self attention: `z_i = y_i - (y_i . v_i) v_i / |v_i|^2`, y standard attention, v_i the own value.
 
@@ -33,11 +46,17 @@ def exclusive_attention(
     position, which aligns bottom-right (`scaled_dot_product_attention` aligns top-left); with a mask, both apply.
 
     The difference is taken in float32 (float64 for float64), the result has the type of y.
-    Source: arXiv 2603.09078.  `scaled_dot_product_attention` and a few passes over its output; what that can do in
-    torch.func and in second derivatives, this can.
+
+    impl: "auto" is `scaled_dot_product_attention`, which chooses its kernel, and a few passes over its output; what
+    that can do in torch.func and in second derivatives, this can.  "flash" is the same and raises AttentionError where
+    no fused kernel could be used, "reference" the definition.
+
+    Source: arXiv 2603.09078; `reference.exclusive` is the definition.
     """
+    check_impl(impl)
     check_tensors({"query": query, "key": key, "value": value}, {"attn_mask": attn_mask})
     query, key, value = autocast(query, key, value)
+    check_dropout(dropout_p)
     check_heads(query, key, value, enable_gqa)
     n, m = query.shape[2], key.shape[2]
     if attn_mask is not None:
@@ -47,6 +66,19 @@ def exclusive_attention(
     if scale is not None and scale <= 0:  # the fused kernels mask first: -inf times 0, or turned to +inf
         query, scale = scale * query, 1.0
     start = m - n if query_start is None else query_start
+    if impl == "reference":
+        return reference.exclusive(
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            query_start=query_start,
+        )
+    if impl == "flash":
+        refuse_flash(why_not_flash(query, key, value, query[..., 0], attn_mask, dropout_p, 1.0))
     mask, plain = _mask(query, key, attn_mask, is_causal, start)
     y = scaled_dot_product_attention(
         query, key, value, mask, dropout_p, plain, scale=scale, enable_gqa=query.shape[1] != key.shape[1]

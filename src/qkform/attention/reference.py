@@ -80,12 +80,14 @@ def exclusive(
     value: Tensor,
     *,
     attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     query_start: int | Tensor | None = None,
 ) -> Tensor:
     """The formula as it stands, on the score matrix: what `exclusive_attention` must agree with."""
     n, m, groups = query.shape[-2], key.shape[-2], query.shape[1] // key.shape[1]
+    wide = score_type(query)
     place = torch.arange(n, device=query.device) + (m - n if query_start is None else query_start)
     own_key = key.repeat_interleave(groups, 1)[:, :, place]
     v = value.repeat_interleave(groups, 1)[:, :, place]  # (B, H, N, D_v)
@@ -93,8 +95,9 @@ def exclusive(
         query,
         key,
         value,
-        (query * own_key).sum(-1),  # the score that the token has with itself anyway
+        (query.to(wide) * own_key.to(wide)).sum(-1),  # the score that the token has with itself anyway
         attn_mask=attn_mask,
+        dropout_p=dropout_p,
         is_causal=is_causal,
         scale=scale,
         query_start=query_start,

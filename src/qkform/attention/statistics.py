@@ -24,7 +24,7 @@ _FAR = -800.0  # nats below the largest score: exp of it is 0 in every type
 class AttentionStatistics:
     """Of each row of attention weights, that is of each query: everything (B, H, N).
 
-    A row without keys has log_sum_exp -inf and 0 in the rest, never NaN: a mean over rows takes those with `keys > 0`.
+    A row without keys has log_sum_exp -inf and 0 in these, never NaN: a mean over rows takes those with `keys > 0`.
     """
 
     log_sum_exp: Tensor  # log of the sum of exp(score) over the keys; scores scaled, masks added
@@ -39,9 +39,12 @@ class AttentionStatistics:
 
     @property
     def normalised_entropy(self) -> Tensor:
-        """Entropy over log(keys), in [0, 1]: 1 is uniform.  A row with one key or none has no choice: 0."""
+        """Entropy over log(keys), in [0, 1]: 1 is uniform.  NaN for one key or none, which leaves no choice.
+
+        0 would say that the choice is sharp: a mean over rows takes those with keys > 1 (as in `sharpness`).
+        """
         most = self.keys.clamp(min=2).to(self.entropy.dtype).log()
-        return torch.where(self.keys > 1, (self.entropy / most).clamp(max=1.0), 0.0)
+        return torch.where(self.keys > 1, (self.entropy / most).clamp(max=1.0), math.nan)
 
 
 def attention_statistics(

@@ -46,6 +46,7 @@ class Asked:
         str | None,
         Parameter(
             group=_model,
+            allow_leading_hyphen=True,
             help="Where factorized circuits start (0.01 unless given; collapsed ones start at 0), or a pair as in "
             "0.1,0.02: the gap and the gain.",
         ),

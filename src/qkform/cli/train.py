@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import os
-import shutil
 import sys
-import time
 from dataclasses import fields, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from cyclopts import Group, Parameter
 
-from qkform.cli.output import put, say, say_lines
-from qkform.errors import ExperimentError
+from qkform.cli.output import put, say
+from qkform.cli.progress import Line
+from qkform.errors import ExperimentError, QKFormError
 from qkform.training.experiment import Experiment
-
-if TYPE_CHECKING:
-    from qkform.training.watch import Progress
 
 _ORDER = ("Run", "Model", "Data", "Form", "Optimizer")
 _GROUPS = {name: Group(name, sort_key=place) for place, name in enumerate(_ORDER, 1)}
@@ -90,9 +85,9 @@ def train(
             raise ExperimentError(f"{folder} holds no run to go on with: there is no {file.name} in it")
     experiment = Experiment.load(file, **given) if file is not None else Experiment.from_dict(given)
 
-    from qkform.training.run import run
+    from qkform.training.running import run
 
-    line = _Line(experiment.track_every)
+    line = Line(experiment.track_every)
     try:
         finished = run(
             experiment,
@@ -101,6 +96,12 @@ def train(
             say=line.say_warnings if quiet else line.say,
             progress=None if quiet else line.show,
         )
+    except QKFormError as error:
+        line.end()
+        if _first():
+            raise
+        say(f"process {os.environ['RANK']}: error: {error}")
+        return 2
     except KeyboardInterrupt:
         line.end()
         if _first():
@@ -157,58 +158,3 @@ def _leave() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-class _Line:
-    """Progress on stderr: one line that is written over where a person watches, lines at tracked steps otherwise."""
-
-    def __init__(self, every: int) -> None:
-        self.every, self.last = every, 0.0
-        self.live = sys.stderr.isatty()
-        self.open = False
-
-    def say(self, text: str) -> None:
-        self.end()
-        say(text)
-
-    def say_warnings(self, text: str) -> None:
-        if text.startswith(("warning", "not exact")):
-            self.say(text)
-
-    def show(self, p: Progress) -> None:
-        now = time.monotonic()
-        due = p.step % self.every == 0 or p.step == p.steps
-        if not due and not (self.live and now - self.last > 0.2):
-            return
-        self.last = now
-        loss = f"  loss {p.loss:.3f}" if not math.isnan(p.loss) else ""
-        held_out = f"  held-out {p.held_out:.3f}" if p.held_out is not None else ""
-        rate = (
-            f"  {p.tokens_per_second:,.0f} tokens/s  {_clock(p.seconds_left)} left"
-            if p.tokens_per_second
-            else ""
-        )
-        text = f"step {p.step}/{p.steps}{loss}{held_out}{rate}"
-        if not self.live:
-            say(text)
-            return
-        width = shutil.get_terminal_size().columns - 1
-        try:
-            sys.stderr.write(f"\r{text[:width]:<{width}}")
-            sys.stderr.flush()
-        except (OSError, ValueError):  # nobody reads it any more
-            return
-        self.open = True
-
-    def end(self) -> None:
-        if self.open:
-            say_lines("")
-            self.open = False
-
-
-def _clock(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qkform.errors import DynamicsError
+
 TOGETHER = 2**22  # scores held at once, over sequences, heads and rows
+CLOSED = 5e3  # nats: a key whose mask is so far below the row's highest is closed, its weight 0
 
 
 class Block(NamedTuple):
@@ -41,6 +44,16 @@ def itself(block: Block) -> Tensor:
     n = block.x.shape[1]
     place = torch.arange(n, device=block.x.device)
     return place[block.rows, None] == place
+
+
+def working_type(own: torch.dtype, dtype: Any) -> torch.dtype:
+    """In what the pairs are computed: the model's own type, float32 at least, unless told otherwise."""
+    return torch.promote_types(own, torch.float32) if dtype is None else dtype
+
+
+def check_dtype(dtype: Any) -> None:
+    if dtype not in (None, torch.float32, torch.float64):
+        raise DynamicsError(f"dtype is {dtype!r:.60}; it is torch.float32 or torch.float64")
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +88,7 @@ class Call:
             yield some, rows, *self._weights(some, rows, wide)
 
     def _wide(self, dtype: torch.dtype | None) -> torch.dtype:
-        return dtype or torch.promote_types(self.query.dtype, torch.float32)
+        return working_type(self.query.dtype, dtype)
 
     def _parts(self) -> Iterator[tuple[slice, slice]]:
         """Sequences and rows of which not too many scores are made at once."""
@@ -104,8 +117,12 @@ class Call:
         if mask is not None and mask.dtype == torch.bool:
             allowed = allowed & mask
         elif mask is not None:
-            allowed = allowed & (mask > torch.finfo(mask.dtype).min / 2)
-            scores = scores + mask.to(wide)
+            seen = torch.where(allowed, mask, -torch.inf)
+            scores = scores + seen.to(wide)
+            least = (
+                seen.amax(-1, keepdim=True) - CLOSED
+            )  # -inf and finfo.min, and -1e4 and -1e9 as people write them
+            allowed = allowed & (seen >= least) & (seen > -torch.inf)
         weights = torch.softmax(scores.masked_fill(~allowed, -torch.inf), -1)
         return torch.where(allowed, weights, 0.0), allowed  # 0 also in a row without any key
 

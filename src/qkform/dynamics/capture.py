@@ -5,6 +5,8 @@ The model is left as it was, whatever happens: parameters, their gradients, rand
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -44,7 +46,7 @@ class Watched:
         self.calls.append(call)
         self.outputs.append(output)
         self.grads.append(grad)
-        return output
+        return output.clone()  # what the model changes in place is the copy
 
 
 def capture(
@@ -58,7 +60,9 @@ def capture(
     DynamicsError for a batch that gives no loss, a model without self-attention, and one whose scores are not those
     of a query-key form on tokens.
     """
-    with _watching(model, batch, modules) as (root, watched), torch.enable_grad():
+    if not (loss_fn is None or callable(loss_fn)):
+        raise DynamicsError(f"loss_fn is a {type(loss_fn).__name__}; it is a function of the model's output")
+    with _watching(model, batch, modules) as (root, watched, batch), torch.enable_grad():
         output = root(**batch)
         for each in watched:
             each.over = True
@@ -68,7 +72,7 @@ def capture(
 
 def observe(model: Any, batch: Mapping[str, Any], modules: Sequence[str] | None = None) -> list[Watched]:
     """The same without a loss, and without the way back: calls have their weights and no gradient."""
-    with _watching(model, batch, modules) as (root, watched), torch.no_grad():
+    with _watching(model, batch, modules) as (root, watched, batch), torch.no_grad():
         root(**batch)
     for each in watched:
         each.outputs.clear()
@@ -77,21 +81,76 @@ def observe(model: Any, batch: Mapping[str, Any], modules: Sequence[str] | None 
 
 
 @contextmanager
-def _watching(model: Any, batch: Any, modules: Sequence[str] | None) -> Iterator[tuple[Any, list[Watched]]]:
-    """The model, wrappers left out, while its self-attentions are watched; afterwards it is as it was."""
+def _watching(
+    model: Any, batch: Any, modules: Sequence[str] | None
+) -> Iterator[tuple[Any, list[Watched], Mapping[str, Any]]]:
+    """The model, wrappers left out, while its self-attentions are watched, and the batch; afterwards it is as it was.
+
+    Modes, config and random numbers belong to everybody: threads come one after the other.
+    """
     if not isinstance(batch, Mapping):
         raise DynamicsError(
             f"batch is a {type(batch).__name__}; it is a mapping: the keyword arguments of one call of the model"
         )
-    live = sites.open_live(model)
-    root, watched = live.root, _chosen(live, modules)
+    for name, value in batch.items():
+        if not isinstance(name, str):
+            raise DynamicsError(
+                f"batch has the key {name!r:.60}; it holds keyword arguments, whose names are strings"
+            )
+        if isinstance(value, Tensor) and value.numel() == 0:
+            raise DynamicsError(f"batch[{name!r}] has shape {tuple(value.shape)}: there is no token in it")
     with ExitStack() as stack:
+        if not stack.enter_context(_alone()):
+            raise DynamicsError(
+                "decompose or conflict was called while another call of theirs runs the model"
+            )
+        live = sites.open_live(model)
+        root, watched = live.root, _chosen(live, modules)
+        _check_weights(live)
         stack.enter_context(torch.inference_mode(False))
+        if "torch._dynamo" in sys.modules:  # compiled parts run as they were written: hooks are for them too
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        batch = {name: _usable(value) for name, value in batch.items()}
         stack.enter_context(torch.random.fork_rng(_devices(root)))
         stack.enter_context(_eval(root))
         for kind, those in _by_kind(watched).items():
             stack.enter_context(kind(root, those))
-        yield root, watched
+        yield root, watched, batch
+
+
+_LOCK = threading.RLock()
+_INSIDE: list[bool] = []  # only the thread that holds the lock looks
+
+
+@contextmanager
+def _alone() -> Iterator[bool]:
+    """Until other threads are through; False inside another call of the same thread, from a loss_fn or a hook."""
+    with _LOCK:
+        first = not _INSIDE
+        _INSIDE.append(True)
+        try:
+            yield first
+        finally:
+            _INSIDE.pop()
+
+
+def _check_weights(live: LiveModel) -> None:
+    """DynamicsError for parameters without values, and such as no gradient can pass."""
+    for name, parameter in live.root.named_parameters():
+        if parameter.device.type == "meta":
+            raise DynamicsError(
+                f"{live.source}: {name} is on the meta device and has no values; load the weights first"
+            )
+        if parameter.is_inference():
+            raise DynamicsError(
+                f"{live.source}: {name} was made in inference mode, where gradients cannot pass; build or load it "
+                "outside of torch.inference_mode"
+            )
+
+
+def _usable(value: Any) -> Any:
+    """A tensor of the batch made in inference mode as a normal one, which a gradient can pass."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def _ran(watched: Sequence[Watched]) -> list[Watched]:
@@ -122,6 +181,8 @@ def _chosen(live: LiveModel, modules: Sequence[str] | None) -> list[Watched]:
         raise DynamicsError(f"{live.source} has no self-attention that is known here: {reason}")
     if modules is None:
         return list(at.values())
+    if isinstance(modules, str) or not isinstance(modules, Sequence):
+        raise DynamicsError(f"modules is {modules!r:.60}; it is a list of paths, of {', '.join(at)}")
     missing = [path for path in modules if path not in at]
     if missing or not modules:
         raise DynamicsError(
@@ -186,6 +247,11 @@ def _finish(watched: Sequence[Watched], loss: Tensor) -> None:
             each.calls[i] = replace(call, grad=back(grad.detach()))
         each.outputs.clear()
         each.grads.clear()
+
+
+def without_autocast(watched: Sequence[Watched]) -> torch.autocast:
+    """A context in which sums are in the type that was asked for, whatever the caller runs the model in."""
+    return torch.autocast(watched[0].calls[0].x.device.type, enabled=False)
 
 
 @contextmanager

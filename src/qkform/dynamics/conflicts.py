@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qkform.dynamics.calls import Block, Call
-from qkform.dynamics.capture import LossFunction, Watched, capture
+from qkform.dynamics.calls import Block, Call, check_dtype
+from qkform.dynamics.capture import LossFunction, Watched, capture, without_autocast
 from qkform.errors import DynamicsError
 
 
@@ -113,9 +114,18 @@ def conflict(
     >>> for layer in conflict(model, batch, permutations=20):              # doctest: +SKIP
     ...     print(layer.module, layer.cosine, layer.excess, layer.p_value)
     """
-    if permutations < 0:
-        raise DynamicsError(f"permutations is {permutations}; it is a number of draws, 0 or more")
-    return [_conflict(each, permutations, seed, dtype) for each in capture(model, batch, loss_fn, modules)]
+    if not _is_whole(permutations) or permutations < 0:
+        raise DynamicsError(f"permutations is {permutations!r:.60}; it is a number of draws, 0 or more")
+    if not _is_whole(seed) or not -(2**63) <= seed < 2**63:
+        raise DynamicsError(f"seed is {seed!r:.60}; it is a whole number of 64 bits")
+    check_dtype(dtype)
+    captured = capture(model, batch, loss_fn, modules)
+    with without_autocast(captured):
+        return [_conflict(each, int(permutations), int(seed), dtype) for each in captured]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def fraction_negative(found: Iterable[Conflict]) -> Negative:
@@ -129,6 +139,10 @@ def fraction_negative(found: Iterable[Conflict]) -> Negative:
     observed: list[Tensor] = []
     null: list[Tensor] = []
     for each in found:
+        if not isinstance(each, Conflict):
+            raise DynamicsError(
+                f"found holds a {type(each).__name__}; give results of `conflict` in one list: steps += conflict(...)"
+            )
         observed.append(each.cosine.flatten())
         null.append((each.null if len(each.null) else each.null_closed).flatten())
     share, count = _negative(observed)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkform.dynamics.calls import Call
-from qkform.dynamics.capture import LossFunction, Watched, capture
+from qkform.dynamics.calls import Call, check_dtype, working_type
+from qkform.dynamics.capture import LossFunction, Watched, capture, without_autocast
 from qkform.errors import DynamicsError
 from qkform.form import BilinearForm
 
@@ -122,7 +122,10 @@ def decompose(
     >>> for layer in decompose(model, batch):                               # doctest: +SKIP
     ...     print(layer.module, layer.form().symmetry())
     """
-    return [_decomposition(each, beta, dtype) for each in capture(model, batch, loss_fn, modules)]
+    check_dtype(dtype)
+    found = capture(model, batch, loss_fn, modules)
+    with without_autocast(found):
+        return [_decomposition(each, beta, dtype) for each in found]
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -159,7 +162,7 @@ class _Sums:
 
     def __init__(self, call: Call, keep: bool, dtype: torch.dtype | None) -> None:
         batch, heads, n, _ = call.query.shape
-        d, wide = call.x.shape[2], dtype or torch.promote_types(call.query.dtype, torch.float32)
+        d, wide = call.x.shape[2], working_type(call.query.dtype, dtype)
         zeros = torch.zeros((), dtype=wide, device=call.query.device).new_zeros
         self.own = call.own
         self.whole, self.diagonal = zeros(heads, d, d), zeros(heads, d, d)

@@ -6,7 +6,8 @@ Attention mass on the tokens that are known to matter, and what the model says w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -41,8 +42,10 @@ def attention_mass(
 
     Descriptive: attention that is sharper, or elsewhere, need not be a better explanation.
     """
-    if layers not in get_args(Layers):
-        raise DynamicsError(f"layers={layers!r}; known: {', '.join(get_args(Layers))}")
+    if not isinstance(layers, str) or layers not in get_args(Layers):
+        raise DynamicsError(f"layers={layers!r:.60}; known: {', '.join(get_args(Layers))}")
+    if not _is_share(residual):
+        raise DynamicsError(f"residual is {residual!r:.60}; it is the residual stream's share, from 0 to 1")
     each, open_ = _of_layers(weights, mask)  # (B, N, N) per layer
     xp = array_namespace(each[0])
     batch, n, _ = each[0].shape
@@ -91,7 +94,9 @@ def leave_one_out(f: Confidence, x: Any, *, mask: Any = None) -> NDArray[np.floa
     array([3., 0., 4.])
     """
     kept = _open(x, mask)
-    found = np.full(len(x), math.nan)
+    found = np.full(_count(x), math.nan)
+    if not kept:
+        return found
     whole = _number(f, _taken(x, kept))
     for i in kept:
         found[i] = whole - _number(f, _taken(x, [j for j in kept if j != i]))
@@ -121,11 +126,19 @@ def rank_correlation(one: Any, other: Any, *, mask: Any = None) -> float:
 
 def _of_layers(weights: Any, mask: Any) -> tuple[list[Array], Array]:
     """Weights (B, N, N) of every layer, averaged over heads, and which keys are open to any of them."""
+    if weights is None or isinstance(weights, Mapping) or not isinstance(weights, Iterable):
+        raise DynamicsError(
+            f"weights is a {type(weights).__name__}; expected (B, n_heads, N, N) of every layer"
+        )
     given = list(weights)
     if not given or not all(is_array_api_obj(w) and w.ndim == 4 and w.shape[2] == w.shape[3] for w in given):
         shapes = [getattr(w, "shape", type(w).__name__) for w in given[:1]]
         raise DynamicsError(
             f"weights are {len(given)} layers of {shapes or 'nothing'}; expected (B, n_heads, N, N)"
+        )
+    if len({tuple(w.shape[::2]) for w in given}) > 1:
+        raise DynamicsError(
+            f"weights differ in shape: {sorted({tuple(w.shape) for w in given})}; layers have one"
         )
     xp = array_namespace(given[0])
     found, any_open = [], None
@@ -145,31 +158,61 @@ def _rows(row: Any, open_: Array, batch: int, n: int) -> NDArray[np.int64]:
     if row is None:
         keys: NDArray[np.bool_] = np.any(_numpy(open_), axis=1)  # (B, N): tokens that some row may attend to
         return np.where(keys.any(1), n - 1 - keys[:, ::-1].argmax(1), n - 1)
-    found = np.broadcast_to(np.asarray(_numpy(row)), (batch,))
-    if found.dtype.kind not in "iu" or (found < -n).any() or (found >= n).any():
-        raise DynamicsError(f"row is {row!r:.80}; expected numbers of rows, of {n}")
+    found = np.asarray(_numpy(row))
+    if (
+        found.dtype.kind not in "iu"
+        or found.shape not in ((), (1,), (batch,))
+        or not ((-n <= found) & (found < n)).all()
+    ):
+        raise DynamicsError(
+            f"row is {row!r:.80}; expected the number of one row of {n}, or one for each of {batch}"
+        )
+    found = np.broadcast_to(found, (batch,))
     return found % n
 
 
 def _open(x: Any, mask: Any) -> list[int]:
     """The positions of open tokens."""
+    count = _count(x)
     if mask is None:
-        return list(range(len(x)))
+        return list(range(count))
     found = np.asarray(_numpy(mask))
-    if found.shape != (len(x),) or found.dtype.kind not in "bui" or not np.isin(found, (0, 1)).all():
+    if found.shape != (count,) or found.dtype.kind not in "bui" or not np.isin(found, (0, 1)).all():
         raise DynamicsError(
-            f"mask has shape {found.shape}, of {found.dtype}; expected {(len(x),)}, True for open"
+            f"mask has shape {found.shape}, of {found.dtype}; expected {(count,)}, True for open"
         )
     return [int(i) for i in found.nonzero()[0]]
 
 
+def _is_share(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and 0.0 <= float(value) <= 1.0
+
+
+def _count(x: Any) -> int:
+    """How many tokens there are, of something that can be given to f without some of them."""
+    if is_array_api_obj(x):
+        integers = "int" in str(x.dtype)
+        if x.ndim == 0 or (integers and x.ndim > 1):
+            raise DynamicsError(f"x has shape {tuple(x.shape)}; expected the (N,) tokens of one sequence")
+        return int(x.shape[0])
+    if not isinstance(x, (list, tuple)) or hasattr(x, "_fields"):
+        raise DynamicsError(f"x is a {type(x).__name__}; expected tokens: a list, a tuple, numpy or torch")
+    return len(x)
+
+
 def _top(x: Any, weights: Any, share: float, mask: Any) -> tuple[list[int], set[int]]:
     """The positions of open tokens, and of those attended to most among them."""
-    if not 0 < share <= 1:
-        raise DynamicsError(f"share is {share}; it is a share of the tokens, above 0 and up to 1")
+    if not _is_share(share) or share == 0:
+        raise DynamicsError(f"share is {share!r:.60}; it is a share of the tokens, above 0 and up to 1")
     kept, w = _open(x, mask), _flat("weights", weights)
-    if w.shape != (len(x),):
-        raise DynamicsError(f"weights has shape {w.shape} for {len(x)} tokens")
+    if w.shape != (_count(x),):
+        raise DynamicsError(f"weights has shape {w.shape} for {_count(x)} tokens")
+    if not kept:
+        raise DynamicsError("mask closes every token; there is none to take out")
+    if np.isnan(w[kept]).any():
+        raise DynamicsError(
+            f"weights is NaN at open token {kept[int(np.isnan(w[kept]).argmax())]}: there is no order"
+        )
     count = max(1, math.ceil(round(share * len(kept), 9)))  # ceil(0.1 * 30) is 4
     return kept, set(sorted(kept, key=lambda i: (-w[i], i))[:count])
 
@@ -180,6 +223,8 @@ def _taken(x: Any, positions: list[int]) -> Any:
 
 
 def _number(f: Confidence, x: Any) -> float:
+    if not callable(f):
+        raise DynamicsError(f"f is a {type(f).__name__}; it is a function of tokens that returns one number")
     found = np.asarray(_numpy(f(x)))
     if found.size != 1 or found.dtype.kind not in "fiub":
         raise DynamicsError(f"f returned {found.shape} of {found.dtype}; expected one number")
@@ -187,14 +232,20 @@ def _number(f: Confidence, x: Any) -> float:
 
 
 def _flat(name: str, x: Any) -> NDArray[np.float64]:
-    found = np.asarray(_numpy(x), dtype=np.float64)
-    if found.ndim != 1:
-        raise DynamicsError(f"{name} has shape {found.shape}; expected (N,)")
-    return found
+    try:
+        found = np.asarray(_numpy(x))
+    except ValueError:  # lists of unequal lengths
+        found = np.asarray(None)
+    if found.ndim != 1 or found.dtype.kind not in "biuf":
+        raise DynamicsError(f"{name} has shape {found.shape}, of {found.dtype}; expected (N,) real numbers")
+    return found.astype(np.float64)
 
 
 def _numpy(x: Any) -> Any:
-    return x.numpy(force=True) if is_torch_array(x) else x
+    """Of torch as numpy, bfloat16 too, which numpy does not know; anything else as it is."""
+    if not is_torch_array(x):
+        return x
+    return (x.float() if x.is_floating_point() and x.element_size() < 4 else x).numpy(force=True)
 
 
 def _ranks(x: NDArray[np.float64]) -> NDArray[np.float64]:

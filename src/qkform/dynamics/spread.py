@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ class Sharpness:
     normalised_gini     gini N / (N - 1), in [0, 1]; NaN for one key
     mass                sum of p over the tokens that were given, in [0, 1]; None where none were
 
-    A row without open keys, or with no weight on any, has none of these: NaN.
+    A row without open keys, with no weight on any, or with one that is NaN or infinite has none of these: NaN.
     """
 
     keys: Array
@@ -100,20 +101,23 @@ def probabilities(weights: Array, open_: Array) -> tuple[Array, Array, Array]:
     if bool(xp.any(w < 0)):
         raise DynamicsError(f"weights go down to {float(xp.min(w)):.3g}; attention weights are 0 or more")
     total = xp.sum(w, axis=-1)
-    known = total > 0
-    p = w / xp.where(known, total, xp.ones_like(total))[..., None]
+    known = (total > 0) & xp.isfinite(total)
+    p = (
+        xp.where(known[..., None], w, xp.zeros_like(w))
+        / xp.where(known, total, xp.ones_like(total))[..., None]
+    )
     return p, xp.sum(xp.astype(open_, xp.int64), axis=-1), known
 
 
 def mass_on(tokens: Array | Sequence[int], p: Array) -> Array:
     """(...): the sum of p (..., keys) over some tokens: a mask that broadcasts, or a list of positions."""
     xp = array_namespace(p)
-    if isinstance(tokens, (list, tuple)) and all(type(t) is int for t in tokens):
+    if isinstance(tokens, (list, tuple)) and all(_is_position(t) for t in tokens):
         chosen = np.zeros(p.shape[-1], dtype=bool)
         outside = [t for t in tokens if not -p.shape[-1] <= t < p.shape[-1]]
         if outside:
             raise DynamicsError(f"tokens has position {outside[0]}; there are {p.shape[-1]} keys")
-        chosen[list(tokens)] = True
+        chosen[[int(t) for t in tokens]] = True
         tokens = chosen
     return xp.sum(xp.where(opened(tokens, p, "tokens"), p, xp.zeros_like(p)), axis=-1)
 
@@ -130,6 +134,10 @@ def opened(mask: Array | None, weights: Array, name: str = "mask") -> Array:
         zero_or_one = not xp.isdtype(found.dtype, "integral") or bool(xp.any((found != 0) & (found != 1)))
         if zero_or_one:
             raise DynamicsError(f"{name} holds {found.dtype}; expected bool, True for yes, or 0 and 1")
+        if name == "tokens" and (found.ndim == 0 or found.shape[-1] != weights.shape[-1]):
+            raise DynamicsError(  # an array of positions, of which one would count for every key
+                f"tokens has shape {tuple(found.shape)} for {weights.shape[-1]} keys; positions are a list"
+            )
         found = found == 1
     try:
         return xp.broadcast_to(found, tuple(weights.shape))
@@ -137,6 +145,10 @@ def opened(mask: Array | None, weights: Array, name: str = "mask") -> Array:
         raise DynamicsError(
             f"{name} has shape {tuple(found.shape)}; expected one that broadcasts to {tuple(weights.shape)}"
         ) from None
+
+
+def _is_position(token: Any) -> bool:
+    return isinstance(token, Integral) and not isinstance(token, (bool, np.bool_))
 
 
 def clipped(xp: Any, x: Array, least: float) -> Array:
@@ -148,6 +160,10 @@ def _checked(weights: Array) -> tuple[Any, Array]:
     """The namespace of the weights, and they without gradient history."""
     if not is_array_api_obj(weights):
         raise DynamicsError(f"weights is a {type(weights).__name__}; pass a numpy or torch array (..., keys)")
+    if isinstance(weights, np.ma.MaskedArray):
+        raise DynamicsError(
+            "weights is a masked array; pass weights.filled(0) and mask=~np.ma.getmaskarray(weights)"
+        )
     xp = array_namespace(weights)
     if weights.ndim == 0 or weights.shape[-1] == 0 or not xp.isdtype(weights.dtype, "real floating"):
         raise DynamicsError(

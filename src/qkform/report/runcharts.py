@@ -18,7 +18,6 @@ from qkform.report.look import (
     UNDEFINED,
     Field,
     Width,
-    data,
     finished,
     keyed,
     tooltip,
@@ -33,7 +32,7 @@ TITLES = {
     "symmetry": "symmetry",
     "directionality": "directionality",
     "norm": "norm of W",
-    "self_norm": "norm of the self scores",
+    "self_norm": "norm of v, mean of heads",
     "normalised_entropy": "normalised entropy",
     "largest": "largest weight",
     "excess": "excess over the null",
@@ -70,7 +69,7 @@ def losses(
         parts.append(some.mark_circle(size=_dot(points, "run"), opacity=dim).encode(tooltip=shown))
     chart = alt.layer(*_resumed(marks, points), *parts)
     words = "Training loss (thin) and held-out loss (thick) over steps, in nats, a curve per run."
-    return finished(chart, data(points, None), words, width, height)
+    return _drawn(chart, points, words, width, height)
 
 
 def over_steps(
@@ -98,9 +97,9 @@ def over_steps(
         band = base.transform_filter("isValid(datum.low)")
         if colours is None:
             band = band.transform_aggregate(low="min(low)", high="max(high)", groupby=["step"])
-        area = keyed(
-            band.mark_area(opacity=0.55 if colours is None else 0.3), RANDOM, keys, legend=bool(colours)
-        )
+        # the bands of several runs lie over one another; together they are as dense as one
+        dense = 1 - 0.45 ** (1 / max(len(colours or ()), 1))
+        area = keyed(band.mark_area(opacity=dense), RANDOM, keys, legend=bool(colours))
         detail = {} if colours is None else {"detail": "run:N"}
         parts.insert(0, area.encode(y=_again(y, "low"), y2="high:Q", **detail))
     colour, quiet, detail_of = _colouring(kept, colours, legend)
@@ -115,7 +114,7 @@ def over_steps(
         parts.append(middle.encode(y=_again(y, "middle"), order="step:Q"))
     chart = alt.layer(*parts).resolve_scale(color="independent")
     words = f"{TITLES[measure]} over training steps, a curve per {'run' if colours else 'layer'}."
-    return finished(chart, data(kept, None), words, width, height)
+    return _drawn(chart, kept, words, width, height)
 
 
 def of_heads(
@@ -141,9 +140,7 @@ def of_heads(
         known.transform_filter("datum.head !== null"),
         known.transform_filter("datum.head === null"),
     )
-    lines = keyed(
-        single.mark_line(strokeWidth=0.9, opacity=0.75), _HEADS, keys, symbol="stroke", legend=False
-    )
+    lines = keyed(single.mark_line(strokeWidth=0.9, opacity=0.75), _HEADS, keys)
     dots = keyed(single.mark_circle(size=_dot(kept, "head"), opacity=0.9), _HEADS, keys)
     thick = keyed(whole.mark_line(strokeWidth=2.2), _WHOLE, keys)
     ends = keyed(whole.mark_circle(size=_dot(kept, "head"), opacity=1), _WHOLE, keys)
@@ -159,7 +156,7 @@ def of_heads(
         band = base.transform_filter("datum.head === null && isValid(datum.low)").mark_area(opacity=0.55)
         parts.insert(0, keyed(band, RANDOM, keys).encode(y=_again(y, "low"), y2="high:Q"))
     words = f"{TITLES[measure]} of one layer over training steps, thin lines its heads, the thick one the whole layer."
-    return finished(alt.layer(*parts), data(kept, None), words, width, height)
+    return _drawn(alt.layer(*parts), kept, words, width, height)
 
 
 def against_loss(
@@ -200,7 +197,7 @@ def against_loss(
         tips.encode(color=quiet, tooltip=shown),
     ).resolve_scale(color="independent")
     words = f"{TITLES[measure]} against the loss, a curve per {'run' if colours else 'layer'}, from left to right."
-    return finished(chart, data(ends, None), words, width, height)
+    return _drawn(chart, ends, words, width, height)
 
 
 def excess(
@@ -234,7 +231,7 @@ def excess(
     chart = alt.layer(band, *_zero(y, "excess"), *_resumed(marks, points), lines, dots)
     chart = chart.resolve_scale(color="independent")
     words = "Excess of the conflict cosine over its null, over steps, a curve per layer."
-    return finished(chart, data(points, None), words, width, height)
+    return _drawn(chart, points, words, width, height)
 
 
 def against_null(
@@ -273,12 +270,21 @@ def against_null(
     line = line.mark_line(color=QUIET, strokeDash=[4, 3], strokeWidth=1)
     line = line.encode(x=alt.X("null_mean:Q", scale=scale), y=alt.Y("cosine:Q", scale=scale))
     words = "Conflict cosine against the mean of its null, a dot per head and step; on the dashed line they agree."
-    return finished(alt.layer(line, dots), data(kept, None), words, width, height)
+    return _drawn(alt.layer(line, dots), kept, words, width, height)
 
 
 def shared_domain(points: Sequence[Row], measure: str) -> tuple[float, float] | None:
     """One axis for the charts of several layers, so that they can be compared; None without a value."""
     return _domain(points, measure, measure == "symmetry") if values(points, measure) else None
+
+
+def _drawn(chart: Any, points: Sequence[Row], words: str, width: Width, height: int) -> Any:
+    """The look of all charts, and the points beside the chart under a name: altair checks every value inside."""
+    import altair as alt
+
+    chart = finished(chart, alt.NamedData(name="points"), words, width, height)
+    chart.datasets = {"points": list(points)}
+    return chart
 
 
 def _with(points: Sequence[Row], *columns: str) -> list[Row]:

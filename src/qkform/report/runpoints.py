@@ -61,6 +61,7 @@ def layers(run: Run, steps: Sequence[Mapping[str, Any]]) -> list[Row]:
                     "loss": loss,
                 }
                 | {name: number(row.get(name)) for name in MEASURES}
+                | {"self_norm": _mean_self_norm(row)}
                 | _band(about, row.get("null_sd"))
             )
     return out
@@ -193,10 +194,17 @@ def at(listed: Any, head: int) -> float | None:
 
 
 def _band(about: Any, sd: Any) -> dict[str, float | None]:
-    width = about.get("d_model") if isinstance(about, Mapping) else None
-    if not is_number(width) or width < 1 or not is_number(sd):
+    width = number(about.get("d_model")) if isinstance(about, Mapping) else None
+    if width is None or width < 1 or not is_number(sd):
         return {"low": None, "high": None}
     return {"low": number(1 / width - 2 * sd), "high": number(1 / width + 2 * sd)}
+
+
+def _mean_self_norm(row: Mapping[str, Any]) -> float | None:
+    """The mean over heads: a layer's heads have self scores, the sum over them has none."""
+    listed = row["heads"].get("self_norm") if isinstance(row.get("heads"), Mapping) else None
+    found = [v for v in map(number, listed) if v is not None] if isinstance(listed, list) else []
+    return number(fmean(found)) if found else None
 
 
 def _module(about: Any) -> str:

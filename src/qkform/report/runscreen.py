@@ -27,8 +27,8 @@ def runs_screen(runs: RunSet, *, width: int, unicode: bool) -> Iterator[Any]:
         yield from _one(run, width=width, unicode=unicode)
     if runs.runs:
         yield Text(
-            "From the first tracked step to the last. z: of the last symmetry, standard deviations from random weights, "
-            "whose mean is 1/d. entropy: of attention on the probe, 1 is uniform.",
+            "From the first tracked step to the last. z: of the last symmetry, standard deviations from random "
+            "weights, whose mean is 1/d. entropy: of attention on the probe, 1 is uniform.",
             style="dim",
         )
         yield Text("")
@@ -123,9 +123,10 @@ def _run_columns(runs: RunSet, width: int, unicode: bool) -> list[Column]:
     columns = [
         Column("run", "", lambda run: one_line(run.name, room), justify="left"),
         Column("step", "", lambda run: f"{run.last['step']:,}" if run.last else "–"),
-        loss("loss", "loss"),
         loss("held_out", "held-out"),
     ]
+    if width >= 60:
+        columns.insert(2, loss("loss", "loss"))
     if width >= 76:
         columns.append(middle("symmetry", "symmetry"))
     if width >= 120:

@@ -175,7 +175,7 @@ class RunsSection:
     @property
     def own(self) -> Iterator[dict[str, Any]]:
         """One per run that has a section: its charts over steps, those of its heads, and its layers in a table."""
-        for index, run in enumerate(self._runs[:SHOWN]):
+        for index, run in enumerate(self._shown):
             marks = runpoints.resumes([run])
             found = runpoints.layers(run, runpoints.steps_drawn(run, len(run.record.start["layers"])))
             yield {
@@ -200,7 +200,7 @@ class RunsSection:
     @property
     def more(self) -> int:
         """Runs without a section of their own."""
-        return max(len(self._runs) - SHOWN, 0)
+        return len(self._runs) - len(self._shown)
 
     @property
     def conflict(self) -> dict[str, dict[str, Any]]:
@@ -242,6 +242,14 @@ class RunsSection:
             for i, run in enumerate(self._runs)
             if (rows := [{name: row.get(name) for name in COLUMNS} for row in runpoints.last_rows(run)])
         ]
+
+    @property
+    def _shown(self) -> list[Run]:
+        """The runs that have a section: the first of every arm, or those of the only arm."""
+        arms = self._set.arms
+        if len(arms) > 1:
+            return [next(run for run in self._runs if run.arm == arm) for arm in arms[:SHOWN]]
+        return self._runs[:SHOWN]
 
     @property
     def _middle(self) -> tuple[list[Row], Mapping[str, str] | None]:

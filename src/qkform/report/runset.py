@@ -19,8 +19,8 @@ from qkform.runs.lines import encoded
 
 SCHEMA = "qkform.runs/1"
 MOST = 400  # tracked steps that are read of a run, unless all are asked for
-# Of an experiment, what does not make another arm of it.
-_NOT_OF_ARM = ("seed", "save_every", "keep", "report_to")
+# Of an experiment, what does not make another arm of it: as `qkform compare` has it.
+_NOT_OF_ARM = ("seed", "track_every", "conflict", "save_every", "keep", "report_to", "out", "name")
 _OF_RUN: dict[str, type] = {"run": str, "arm": str, "seed": int}
 _LONGEST = 60  # characters of a name
 
@@ -162,7 +162,7 @@ def found_at(path: Path) -> list[Path]:
         return [path]
     if (path / NAME).exists():
         return [path / NAME]
-    found = sorted(path.glob(f"*/{NAME}")) or sorted(path.glob(f"*/*/{NAME}"))
+    found = sorted([*path.glob(f"*/{NAME}"), *path.glob(f"*/*/{NAME}")])
     if not found:
         raise RecordError(f"{path} holds no {NAME}, nor do the folders in it; name the folder of a run")
     return found
@@ -191,27 +191,36 @@ def _named(runs: Sequence[Run]) -> list[Run]:
         {name: value for name, value in flat(run.experiment).items() if name not in _NOT_OF_ARM}
         for run in runs
     ]
-    folders = [Path(run.path).name or run.path for run in runs]
+    folders = [Path(run.path) for run in runs]
     # a run without an experiment is an arm of its own
     keys = [tuple(sorted(one.items())) or (("", run.path),) for one, run in zip(options, runs, strict=True)]
     differing = _differing([one for one in options if one])
     words: dict[Any, str] = {}
     for key, one, folder in zip(keys, options, folders, strict=True):
         said = ", ".join(f"{name} {one[name]}" for name in differing if name in one)
-        words.setdefault(key, said or (folder if not one else ""))
-    labels = dict(zip(words, distinct(word or "runs" for word in words.values()), strict=True))
+        # what is too long to tell apart at a glance, or is not said at all, is told by its folder
+        words.setdefault(
+            key, said if said and len(said) <= _LONGEST else _of_all(folder, keys.count(key) > 1)
+        )
+    labels = dict(zip(words, distinct(words.values()), strict=True))
     alone = len(labels) == 1
     out = []
     for run, key, folder in zip(runs, keys, folders, strict=True):
         seed = run.experiment.get("seed")
         seed = seed if isinstance(seed, int) and not isinstance(seed, bool) else None
-        arm = labels[key] if not alone or words[key] else (folder if len(runs) == 1 else "all runs")
+        arm = labels[key]
         many = keys.count(key) > 1
         name = (f"seed {seed}" if alone else f"{arm}, seed {seed}") if many and seed is not None else arm
-        name = f"{arm}, {folder}" if many and seed is None else name
+        name = f"{arm}, {folder.name}" if many and seed is None else name
         out.append(replace(run, name=name, arm=arm, seed=seed))
-    names = distinct(run.name[:_LONGEST] for run in out)
+    names = distinct(run.name for run in out)
     return [replace(run, name=name) for run, name in zip(out, names, strict=True)]
+
+
+def _of_all(folder: Path, many: bool) -> str:
+    """The name of a run's folder; of many runs, or in a folder that is named for its seed, of the folder around it."""
+    around = many or folder.name.startswith("seed-")
+    return (folder.parent.name if around else "") or folder.name or str(folder)
 
 
 def _differing(options: Sequence[Mapping[str, str]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,9 +79,9 @@ class LiveModel:
 
         try:
             return Finder(self, overrides or Overrides()).find(manual)
-        except (ConfigError, LayoutError):
+        except (ConfigError, LayoutError) as error:
             self._refuse_unreadable()
-            raise
+            raise type(error)(_in_python(str(error))) from None
 
     def plain(self, names: Iterable[str]) -> dict[str, LiveTensor]:
         """Parameters as tensors of the same name."""
@@ -136,3 +137,11 @@ def _name(root: Any) -> str:
         if isinstance(origin, str) and origin:
             return f"{type(root).__name__} ({origin})"
     return type(root).__name__
+
+
+def _in_python(text: str) -> str:
+    """A message about a file, for someone who has a model: keywords in place of flags, and no folder to look in."""
+    text = text.replace("put the model's config.json beside the weights, or pass", "pass")
+    text = text.replace("has no config.json", "has no config of a known kind")
+    text = re.sub(r"--heads N --q ('[^']*') --k ('[^']*')", r"heads=N, q=\1, k=\2", text)
+    return re.sub(r"(?<!\w)--([a-z]+(?:-[a-z]+)*)", lambda flag: flag[1].replace("-", "_") + "=", text)

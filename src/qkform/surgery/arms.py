@@ -109,8 +109,8 @@ def random(p: Planes, head: int, generator: Any) -> torch.Tensor:
     are equal in every plane, and which of the four is drawn: W has no symmetry, whatever the weight of a plane. At
     distance n a plane is symmetric by sin(2 a) sin(2 n f), f its frequency. The signs of sin(2 a) are balanced, so most
     of that cancels, and some is left: with d_model 512, d_head 64 and frequencies of base 10000, Gaussian W_Q, one head
-    has a root mean square symmetry of 0.06 at n = 1, 0.08 at 4 and 0.10 at 16, up to 0.28 in 200 draws; the sum of 8
-    heads 0.02 to 0.03, up to 0.07 in 60. At n = 0 it is 0.006 and 0.005.
+    has a root mean square symmetry of 0.05 at n = 1, 0.08 at 4 and 0.09 at 16, up to 0.24 in 200 draws; the sum of 8
+    heads 0.02 to 0.03, up to 0.09 in 60. At n = 0 both have 0.006 (benchmarks/arms.py).
 
     A Haar matrix over all coordinates would not commute: the score would depend on the distance otherwise than in the
     other arms.

@@ -212,24 +212,24 @@ class CircuitAttention(nn.Module):  # type: ignore[misc]
         batch, n, m, h = len(x), x.shape[1], y.shape[1], self.n_heads
         added = []
         if padding is not None:
-            _refuse_mask("key_padding_mask", padding, [(batch, m), (m,)] if batch == 1 else [(batch, m)])
+            refuse_mask("key_padding_mask", padding, [(batch, m), (m,)] if batch == 1 else [(batch, m)])
         if mask is not None:
             per_head = [(b, each, n, m) for b in (1, batch) for each in (1, h)]
-            _refuse_mask("attn_mask", mask, [(n, m), (batch * h, n, m), *per_head])
+            refuse_mask("attn_mask", mask, [(n, m), (batch * h, n, m), *per_head])
             mask = mask.view(-1, self.n_heads, n, m) if mask.ndim == 3 else mask
-            added.append(_additive(mask, x.dtype))
+            added.append(additive(mask, x.dtype).to(x.dtype))
         if padding is not None:
-            added.append(_additive(padding.reshape(-1, 1, 1, m), x.dtype))
+            added.append(additive(padding.reshape(-1, 1, 1, m), x.dtype).to(x.dtype))
         if self.causal or (is_causal and mask is None):
             future = torch.ones(n, m, dtype=torch.bool, device=x.device).triu(1 + m - n)
-            added.append(_additive(future, x.dtype))
+            added.append(additive(future, x.dtype))
         return None if not added else sum(added[1:], added[0])
 
     def extra_repr(self) -> str:
         return f"{self.d_model}, {self.n_heads}, qk={self.qk!r}, ov={self.ov!r}, d_head={self.d_head}"
 
 
-def _refuse_mask(name: str, mask: torch.Tensor, shapes: list[tuple[int, ...]]) -> None:
+def refuse_mask(name: str, mask: torch.Tensor, shapes: list[tuple[int, ...]]) -> None:
     """AttentionError for a mask that is neither bool nor added, or has none of the shapes."""
     if tuple(mask.shape) not in shapes:
         raise AttentionError(
@@ -239,9 +239,10 @@ def _refuse_mask(name: str, mask: torch.Tensor, shapes: list[tuple[int, ...]]) -
         raise AttentionError(f"{name} holds {mask.dtype}; expected bool or a floating type")
 
 
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to scores for a mask as torch's modules have it, True for what is hidden; floats as they are."""
     if mask.dtype != torch.bool:
-        return mask.to(dtype)
+        return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
 
 

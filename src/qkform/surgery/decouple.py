@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from qkform import sites
-from qkform.errors import ConfigError, LayoutError, SurgeryError
+from qkform.errors import SurgeryError
 from qkform.sites import Site
 from qkform.surgery import record
 from qkform.surgery.circuits import has_collapsed
-from qkform.surgery.root import changeable
+from qkform.surgery.root import REMEDY, changeable, understood
 from qkform.surgery.self_score import SelfScore
 
 CHANGE = "decouple"
@@ -124,7 +124,8 @@ def restore(model: Any, change: Mapping[str, Any]) -> None:
 
 def start(model: Any, change: Mapping[str, Any]) -> None:
     """Give `v` its first values as a record of `decouple_` says, after `restore`. SurgeryError where it was fitted."""
-    init, seed = change.get("init"), change.get("seed", 0)
+    init: Any = change.get("init")
+    seed = change.get("seed", 0)
     if init == "fit" or init not in get_args(Init):
         fitted = (
             "was fitted to a batch of a trained model (init='fit')"
@@ -146,12 +147,7 @@ def self_sites(model: Any) -> list[Site]:
         raise SurgeryError(
             f"the attentions of {name} are collapsed, and have no queries and keys of their own; factorize_ it first"
         )
-    remedy = "give a transformers model, or a module that holds nn.MultiheadAttention"
-    try:
-        found = sites.find(model)
-    except (ConfigError, LayoutError) as error:
-        reason = str(error).partition(";")[0]
-        raise SurgeryError(f"no attention was found in {name}: {reason}; {remedy}") from error
+    found = understood(model)
     own = [site for site in found if site.layer.attention == "self"]
     if own:
         return own
@@ -162,8 +158,8 @@ def self_sites(model: Any) -> list[Site]:
         )
     seen = {f"{each['module']}: {each['reason']}" for each in found.skipped}
     if seen:
-        raise SurgeryError(f"no attention of {name} can be changed: {min(seen)}; {remedy}")
-    raise SurgeryError(f"no attention was found in {name}; {remedy}")
+        raise SurgeryError(f"no attention of {name} can be changed: {min(seen)}; {REMEDY}")
+    raise SurgeryError(f"no attention was found in {name}; {REMEDY}")
 
 
 def kind_of(site: Site) -> Any:
@@ -260,7 +256,7 @@ def _warn_of_few(found: Sequence[Site], tokens: Sequence[int]) -> None:
 
 
 def warn_of_reference(found: Sequence[Site]) -> None:
-    """Once for each reason for which these attentions take the reference in training."""
+    """Once for each reason for which these attentions leave the fused kernels, for the reference, in training."""
     reasons = (_dropout, _learned_bias)
     for reason in reasons:
         problem = next(
@@ -268,8 +264,8 @@ def warn_of_reference(found: Sequence[Site]) -> None:
         )
         if problem is not None:
             warnings.warn(
-                f"{problem}; in training its calls take the reference, slower and with memory that grows with the "
-                "square of the length",
+                f"{problem}. Until then every training step computes the whole matrix of attention weights: slower, "
+                "and memory grows with the square of the length. Evaluation is not touched",
                 UserWarning,
                 stacklevel=3,
             )
@@ -280,7 +276,7 @@ def _dropout(site: Site) -> str | None:
         rate = getattr(site.module, name, None)
         rate = getattr(rate, "p", rate)
         if isinstance(rate, float) and rate > 0:
-            return f"attention dropout {rate}: set it to 0 for the fast path"
+            return f"attention dropout {rate}, which fused kernels cannot do here: set it to 0 in the config"
     return None
 
 
@@ -288,7 +284,10 @@ def _learned_bias(site: Site) -> str | None:
     """A bias of position that is learned comes as a mask that needs a gradient, which no fused kernel gives."""
     for name, parameter in site.module.named_parameters():
         if _BIAS.search(name) and parameter.requires_grad:
-            return f"a learned bias of position, {name!r}: take its gradient away (requires_grad) for the fast path"
+            return (
+                f"a learned bias of position, {name!r}, whose gradient no fused kernel gives: freeze it "
+                "(requires_grad_(False))"
+            )
     return None
 
 

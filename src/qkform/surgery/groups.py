@@ -10,9 +10,11 @@ from typing import Any
 from torch import nn
 
 from qkform.errors import QKFormError, SurgeryError
-from qkform.sites import Sites, find, open_live
+from qkform.plain import plain_table
+from qkform.sites import Sites, open_live
 from qkform.sites.parameters import clean, unwrapped
 from qkform.surgery.circuits import CIRCUITS, Circuit, circuits, fused, has_collapsed
+from qkform.surgery.root import understood
 from qkform.surgery.split import parts, split_
 
 # What transformers' Trainer does not decay: biases and norms (Trainer.get_decay_parameter_names), and the biases
@@ -100,13 +102,21 @@ def param_groups(
     return made
 
 
+class GroupRows(list[dict[str, Any]]):
+    """A list of rows that is printed as a table."""
+
+    def __repr__(self) -> str:
+        return plain_table(self, ("group", "parameter", "shape", "lr", "weight_decay"))
+
+
 def describe_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What is where: a row per parameter, {"group", "parameter", "shape", "lr", "weight_decay"}, in their order.
 
-    `groups` are those of `param_groups`, or `optimizer.param_groups` made of them.
+    A list, which `print` shows as a table. `groups` are those of `param_groups`, or `optimizer.param_groups` made of
+    them.
     """
     names = {id(p): clean(name) for name, p in unwrapped(model).named_parameters()}
-    return [
+    return GroupRows(
         {
             "group": group["name"],
             "parameter": names.get(id(parameter), "not of this model"),
@@ -116,17 +126,17 @@ def describe_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> li
         }
         for group in groups
         for parameter in group["params"]
-    ]
+    )
 
 
 def _sites(model: nn.Module, needed: bool) -> Sites:
     """The attentions of the model; none where none is understood and none is needed."""
     try:
-        found = find(model)
+        found = understood(model)
     except QKFormError as error:
         if not needed:
             return Sites(())
-        raise SurgeryError(f"the attentions of the model are not understood: {error}") from error
+        raise SurgeryError(f"{error}; or let the optimizer take model.parameters() as they are") from error
     if not found and needed:
         reasons = "; ".join(f"{s['module']}: {s['reason']}" for s in found.skipped[:3])
         raise SurgeryError(

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from qkform.attention import decoupled_attention, exclusive_attention, reference
 from qkform.errors import AttentionError, SurgeryError
+from qkform.surgery.collapsed import additive, refuse_mask
 
 Kind = Literal["decoupled", "exclusive", "no-diagonal"]
 # Queries (B, H, N, d_head), keys of the tokens, the mask to (B, H, N, M) or None, the scale (None: 1 / sqrt(d_head))
@@ -167,10 +168,10 @@ class ChangedMultiheadAttention(nn.MultiheadAttention):  # type: ignore[misc]
         """Both masks as one that broadcasts to (B, H, N, N + extra): True where allowed, or added to the scores."""
         batch, n, _ = x.shape
         if padding is not None:
-            self._check(padding, "key_padding_mask", [(batch, n)])
+            refuse_mask(f"{self._name}: key_padding_mask", padding, [(batch, n)])
             padding = padding[:, None, None]
         if mask is not None:
-            self._check(mask, "attn_mask", [(n, n), (batch * self.num_heads, n, n)])
+            refuse_mask(f"{self._name}: attn_mask", mask, [(n, n), (batch * self.num_heads, n, n)])
             mask = mask[None, None] if mask.dim() == 2 else mask.unflatten(0, (batch, self.num_heads))
         masks = [each for each in (mask, padding) if each is not None]
         if not masks:
@@ -178,22 +179,8 @@ class ChangedMultiheadAttention(nn.MultiheadAttention):  # type: ignore[misc]
         if all(each.dtype == torch.bool for each in masks):
             hidden = masks[0] if len(masks) == 1 else masks[0] | masks[1]
             return ~functional.pad(hidden, (0, extra)) if extra else ~hidden
-        added = sum(self._added(each, x.dtype) for each in masks)
+        added = sum(additive(each, x.dtype) for each in masks)
         return functional.pad(added, (0, extra)) if extra else added
-
-    @staticmethod
-    def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-        if mask.dtype != torch.bool:
-            return mask
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
-
-    def _check(self, mask: Tensor, name: str, shapes: list[tuple[int, ...]]) -> None:
-        if tuple(mask.shape) not in shapes:
-            raise AttentionError(
-                f"{self._name}: {name} has shape {tuple(mask.shape)}; expected {' or '.join(map(str, shapes))}"
-            )
-        if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise AttentionError(f"{self._name}: {name} holds {mask.dtype}; expected bool or a floating type")
 
     def _nested(
         self,

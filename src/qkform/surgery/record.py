@@ -31,7 +31,7 @@ def done(model: Any, change: str) -> dict[str, Any] | None:
         for entry in reversed(_read(owner.holder)):
             everywhere = owner.above is None or not entry.get("sites")
             if entry["change"] == change and (everywhere or any(map(owner.has, entry["sites"]))):
-                return entry
+                return dict(entry)
     return None
 
 

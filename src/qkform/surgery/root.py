@@ -1,11 +1,15 @@
-"""The model inside its wrappers, and which wrappers a change of its parameters would come too late for."""
+"""The model inside its wrappers, its attentions, and which wrappers a change of parameters would come too late for."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from qkform.errors import SurgeryError
+from qkform import sites
+from qkform.errors import ConfigError, LayoutError, SurgeryError
+from qkform.sites import Sites
 from qkform.sites.parameters import is_module, unwrapped
+
+REMEDY = "give a transformers model, or a module that holds nn.MultiheadAttention"
 
 # They register, flatten or replicate the parameters that they find when they wrap a model.
 _KEEPERS = (
@@ -43,3 +47,12 @@ def changeable(model: Any, change: str) -> Any:
             "before the model is wrapped"
         )
     return unwrapped(model)
+
+
+def understood(model: Any) -> Sites:
+    """The attentions of a model; SurgeryError, with what to give instead, for a model of no known kind."""
+    try:
+        return sites.find(model)
+    except (ConfigError, LayoutError) as error:
+        reason = str(error).partition(";")[0]
+        raise SurgeryError(f"no attention was found in {type(model).__name__}: {reason}; {REMEDY}") from error

@@ -9,21 +9,26 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from qkform import sites
 from qkform.errors import SurgeryError
 from qkform.form.rotary import Rotary
+from qkform.plain import plain_table
 from qkform.sites import Site
 from qkform.sites.parameters import is_module, unwrapped
 from qkform.surgery import record
 from qkform.surgery.arms import ARMS
 from qkform.surgery.circuits import has_collapsed
 from qkform.surgery.rebuilt import REBUILT
+from qkform.surgery.root import understood
 from qkform.surgery.symmetric_start import Plan, Start, planned
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Starts(Sequence[Start]):
-    """One `Start` per self-attention, in order, and `left`: {"module", "reason"} of what was not changed."""
+    """One `Start` per self-attention, in order, and `left`: {"module", "reason"} of what was not changed.
+
+    Printed as a table: the symmetry of each layer beside what was promised (of the control: its mean and standard
+    deviation by chance), the norm of W and how many times that of before it is.
+    """
 
     found: tuple[Start, ...]
     left: tuple[Mapping[str, str], ...] = ()
@@ -40,6 +45,15 @@ class Starts(Sequence[Start]):
 
     def __iter__(self) -> Iterator[Start]:
         return iter(self.found)
+
+    def __repr__(self) -> str:
+        rows = [
+            {**vars(start), "times_before": start.norm / start.norm_before if start.norm_before else None}
+            for start in self.found
+        ]
+        left = [f"left as it is: {entry['module']}: {entry['reason']}" for entry in self.left]
+        shown = ("path", "arm", "symmetry", "promised", "expected", "norm", "times_before", "flags")
+        return "\n".join([plain_table(rows, shown), *left])
 
 
 def symmetrize_(
@@ -137,7 +151,7 @@ def _check_order(model: Any) -> None:
 
 def _chosen(model: Any) -> tuple[list[Site], tuple[Mapping[str, str], ...]]:
     """The self-attentions to change, and what is left alone with the reason."""
-    found = sites.find(model)
+    found = understood(model)
     left = list(found.skipped)
     chosen: list[Site] = []
     for site in found:

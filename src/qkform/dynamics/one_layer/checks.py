@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from numbers import Real
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,8 @@ from qkform.errors import DynamicsError
 if TYPE_CHECKING:
     from qkform.dynamics.one_layer.flow import Flow
 
+HIGHEST = 600.0  # of a gap: not far beyond, e^a is no number any more
+HIGHEST_GAIN = 1e100  # its square is a number
 SMALL = 0.01  # where factorized circuits start unless told: from 0 they never move
 
 
@@ -33,11 +34,13 @@ def check(flow: Flow) -> None:
             )
     for side, at, tilt in zip(("attention", "output"), flow.first, flow.tilts, strict=True):
         kind = getattr(flow, side)
-        if not 0 <= at < math.inf:
-            raise DynamicsError(f"start is {at} for the {side} circuit; it is 0 or above")
-        if not math.isfinite(tilt) or (tilt and kind == "collapsed"):
+        highest = HIGHEST if side == "attention" else HIGHEST_GAIN
+        if not 0 <= at <= highest:
+            raise DynamicsError(f"start is {at} for the {side} circuit; it is 0 or above, up to {highest:g}")
+        if (tilt and kind == "collapsed") or not (tilt == 0 or 1e-100 <= abs(tilt) <= 1e100):
             raise DynamicsError(
-                f"imbalance is {tilt} for the {kind} {side} circuit; factorized circuits have one, a finite number"
+                f"imbalance is {tilt} for the {kind} {side} circuit; factorized ones have one: 0, or from 1e-100 to "
+                "1e100 in size"
             )
         if kind == "factorized" and at == 0 and tilt == 0:
             raise DynamicsError(

@@ -69,8 +69,9 @@ def circuit(kind: str, sigma: float, odds: float, imbalance: float = 0.0) -> Cir
         clock=lambda x: np.arcsinh(x / width) / (2 * sigma),
         at=lambda t: width * np.sinh(2 * sigma * t),
         phi_qk=lambda a: _unbalanced(a, width, odds) / (2 * sigma),
-        phi_ov=lambda b: np.hypot(width, b) / (2 * sigma),
-        gain=lambda phi: np.sqrt((2 * sigma * phi) ** 2 - width**2),
+        # hypot(width, b) - width, whose digits that difference loses where the imbalance is large
+        phi_ov=lambda b: b * b / (np.hypot(width, b) + width) / (2 * sigma),
+        gain=lambda phi: np.sqrt(2 * sigma * phi * (2 * sigma * phi + 2 * width)),
     )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from qkform.dynamics.one_layer.checks import SMALL, check
+from qkform.dynamics.one_layer.checks import HIGHEST, HIGHEST_GAIN, SMALL, check
 from qkform.dynamics.one_layer.circuits import Circuit, circuit
 from qkform.dynamics.one_layer.given import number
 from qkform.dynamics.one_layer.needs import less_omega, scipy
@@ -29,9 +29,6 @@ from qkform.errors import DynamicsError
 if TYPE_CHECKING:
     from qkform.dynamics.one_layer.descent import Optimizer
     from qkform.flows import FlowTable
-
-_HIGHEST = 600.0  # of a gap: not far beyond, e^a is no number any more
-_HIGHEST_GAIN = 1e100  # its square is a number
 
 
 @dataclass(frozen=True)
@@ -161,8 +158,8 @@ class Flow:
         Collapsed attention has it in closed form, with R = Phi_QK: c e^a = W0(c e^R), by the Wright omega function,
         which does not overflow.
         """
-        says = f"it starts at {self.first[1]} and only grows, up to {_HIGHEST_GAIN:g}"
-        gain = number("gain", gain, says, lambda b: self.first[1] <= b <= _HIGHEST_GAIN)
+        says = f"it starts at {self.first[1]} and only grows, up to {HIGHEST_GAIN:g}"
+        gain = number("gain", gain, says, lambda b: self.first[1] <= b <= HIGHEST_GAIN)
         across = float(self.ov.phi_ov(gain) - self.ov.phi_ov(self.first[1]))
         up = self._phi_start + self.slope(ratio) * across
         if self.attention == "collapsed":
@@ -173,8 +170,8 @@ class Flow:
     def gain_at(self, gap: float, ratio: float) -> float:
         """The gain when the gap is this: the same trajectory, in closed form for all parameterizations."""
         slope = self.slope(ratio)
-        says = f"that is not on the way: it grows from {self.first[0]}, if the ratio is above 0, up to {_HIGHEST:g}"
-        gap = number("gap", gap, says, lambda a: slope > 0 and self.first[0] <= a <= _HIGHEST)
+        says = f"that is not on the way: it grows from {self.first[0]}, if the ratio is above 0, up to {HIGHEST:g}"
+        gap = number("gap", gap, says, lambda a: slope > 0 and self.first[0] <= a <= HIGHEST)
         up = max(float(self.qk.phi_qk(gap)) - self._phi_start, 0.0)
         return float(self.ov.gain(self.ov.phi_ov(self.first[1]) + up / slope))
 
@@ -194,9 +191,9 @@ class Flow:
             return low
         high = low + 1.0
         while beyond(high) < 0:
-            if high >= _HIGHEST:
-                raise DynamicsError(f"the gap would exceed {_HIGHEST:g}; ask for a smaller ratio")
-            low, high = high, min(2 * high, _HIGHEST)
+            if high >= HIGHEST:
+                raise DynamicsError(f"the gap would exceed {HIGHEST:g}; ask for a smaller ratio")
+            low, high = high, min(2 * high, HIGHEST)
         return float(scipy("optimize").brentq(beyond, low, high, xtol=1e-15, rtol=1e-14))
 
     @cached_property

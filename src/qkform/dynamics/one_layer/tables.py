@@ -22,9 +22,10 @@ _MARKS = 14  # points of a simulated run
 
 def table(flow: Flow, ratios: Sequence[float], loss: float, *, simulated: bool) -> FlowTable:
     """See `Flow.table`."""
-    ratios = (
-        list(ratios) if isinstance(ratios, Iterable) and not isinstance(ratios, (str, bytes)) else [ratios]
-    )
+    asked: Any = ratios
+    if not isinstance(asked, Iterable) or isinstance(asked, (str, bytes)):
+        asked = [asked]
+    ratios = list(asked)
     if not ratios:
         raise DynamicsError("there is no ratio; name one or more, for example 1/4, 1, 4")
     rows: list[dict[str, Any]] = []

@@ -42,7 +42,8 @@ class Task:
             self._set(name, whole(name, getattr(self, name), least))
         if self.queries_per_class is not None:
             self._set("queries_per_class", whole("queries_per_class", self.queries_per_class, 1))
-        if not (isinstance(self.common, Real) and self.common == math.inf):
+        common: Any = self.common
+        if not (isinstance(common, Real) and common == math.inf):
             self._set("common", whole("common", self.common, 1, " or inf"))
         if self.scale is None and self.common == math.inf:
             raise DynamicsError(

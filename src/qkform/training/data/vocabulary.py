@@ -83,7 +83,7 @@ def special_ids(tokenizer: Any) -> dict[str, int]:
     A beginning that it does not have is its [CLS], an end its [SEP].
     """
     ids = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": size_of(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": _first(tokenizer.bos_token_id, tokenizer.cls_token_id),
         "eos_token_id": _first(tokenizer.eos_token_id, tokenizer.sep_token_id),
@@ -92,6 +92,11 @@ def special_ids(tokenizer: Any) -> dict[str, int]:
         "mask_token_id": tokenizer.mask_token_id,
     }
     return {name: value for name, value in ids.items() if value is not None}
+
+
+def size_of(tokenizer: Any) -> int:
+    """The room that its ids need: one more than the largest. Some tokenizers number with gaps."""
+    return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
 
 
 def separator_id(tokenizer: Any) -> int:

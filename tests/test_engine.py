@@ -1,0 +1,489 @@
+"""Training: what a run leaves, exact resuming, processes and micro-batches that change nothing, and what stops it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+
+import pytest
+
+from tests.trained import EVERYTHING, command, events, farthest, flags, lines, same_weights, small, write_text
+
+torch = pytest.importorskip("torch", reason="training needs torch")
+pytest.importorskip("accelerate", reason="training needs accelerate")
+pytest.importorskip("tokenizers", reason="training needs tokenizers")
+
+from qkform.errors import DataError, ExperimentError, TrainingError  # noqa: E402
+from qkform.training import run  # noqa: E402
+from qkform.training.checkpoints import checkpoints, newest, written  # noqa: E402
+from qkform.training.folder import held  # noqa: E402
+
+
+class Killed(BaseException):
+    """Ends a run from within, as a kill would: nothing that it does on the way out is asked for."""
+
+
+def killed_at(step):
+    """A progress that ends the run after this step."""
+
+    def progress(p):
+        if p.step == step:
+            raise Killed
+
+    return progress
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    before = os.environ.get("QKFORM_CACHE")
+    os.environ["QKFORM_CACHE"] = str(folder)
+    yield folder
+    os.environ.pop("QKFORM_CACHE")
+    if before is not None:
+        os.environ["QKFORM_CACHE"] = before
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+    """A run that nothing broke."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    run(small(text), folder)
+    return folder
+
+
+def test_a_run_leaves_a_stock_model_a_record_checkpoints_and_its_experiment(whole, text):
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+    import qkform as qk
+    from qkform.runs import RunRecord
+    from qkform.training import Experiment
+
+    model = AutoModelForMaskedLM.from_pretrained(whole / "model")
+    assert type(model).__name__ == "ModernBertForMaskedLM"
+    assert len(AutoTokenizer.from_pretrained(whole / "model")) == model.config.vocab_size
+    assert Experiment.load(whole / "experiment.yaml") == small(text)
+    assert [one.step for one in checkpoints(whole / "checkpoints")[0]] == [6, 8]
+    record = RunRecord.load(whole)
+    assert [step["step"] for step in record.steps] == [0, 2, 4, 6, 8]
+    assert record.end["reason"] == "finished"
+    assert record.steps[-1]["tokens"] == 8 * 8 * 24
+    scanned = qk.scan(whole / "model")
+    symmetry = [row["symmetry"] for row in scanned.models[0].layers]
+    assert symmetry == pytest.approx([row["symmetry"] for row in record.steps[-1]["layers"]], abs=1e-6)
+
+
+def test_the_loss_and_the_rate_of_a_step_are_those_it_was_made_with(whole):
+    tracked = {line["step"]: line for line in lines(whole)}
+    assert tracked[0]["loss"] is None
+    assert all(0 < tracked[step]["loss"] < 10 and 0 < tracked[step]["held_out"] < 10 for step in (2, 4, 6, 8))
+    # two steps of warm-up, then down to 0 over the six that are left: the rate of step n is that before update n
+    assert [tracked[s]["rates"]["qk/decay"] for s in (2, 4, 6, 8)] == pytest.approx(
+        [1.5e-3, 2.5e-3, 1.5e-3, 5e-4]
+    )
+
+
+def test_a_killed_run_resumes_exactly(whole, text, tmp_path):
+    with pytest.raises(Killed):
+        run(small(text), tmp_path / "a", progress=killed_at(5))
+    assert [line["step"] for line in lines(tmp_path / "a")] == [
+        0,
+        2,
+        4,
+    ]  # and the newest checkpoint is that of 3
+    with pytest.raises(Killed):
+        run(small(text), tmp_path / "a", resume=True, progress=killed_at(7))
+    run(small(text), tmp_path / "a", resume=True)
+    assert same_weights(tmp_path / "a", whole)
+    assert lines(tmp_path / "a") == lines(whole)
+    resumed = [event for event in events(tmp_path / "a") if event["event"] == "resume"]
+    assert [(event["step"], event["exact"]) for event in resumed] == [(3, True), (6, True)]
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_run_that_was_killed_before_its_second_checkpoint_goes_on_from_step_0(whole, text, tmp_path, step):
+    with pytest.raises(Killed):
+        run(small(text), tmp_path / "a", progress=killed_at(step))
+    run(small(text), tmp_path / "a", resume=True)
+    assert same_weights(tmp_path / "a", whole)
+    assert lines(tmp_path / "a") == lines(whole)
+    assert [e["step"] for e in events(tmp_path / "a") if e["event"] == "resume"] == [0]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(whole, text, tmp_path):
+    with pytest.raises(Killed):
+        run(small(text), tmp_path / "a", progress=killed_at(0))
+    for one in checkpoints(tmp_path / "a" / "checkpoints")[0]:
+        for path in sorted(one.path.iterdir()):
+            path.unlink()
+        one.path.rmdir()
+    run(small(text), tmp_path / "a", resume=True)
+    assert same_weights(tmp_path / "a", whole)
+    assert lines(tmp_path / "a") == lines(whole)
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"optimizer": "sgd", "lr": 0.1},
+        pytest.param({"optimizer": "sgd", "momentum": 0.9, "lr": 0.1}, marks=pytest.mark.slow),
+        {"objective": "clm", "accumulation": 2, **EVERYTHING},
+        pytest.param({"config": {"mlp_dropout": 0.2, "embedding_dropout": 0.1}}, marks=pytest.mark.slow),
+        pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
+        pytest.param({"attention": "exclusive", "init": "mimetic"}, marks=pytest.mark.slow),
+        pytest.param({"attention": "no-diagonal", "schedule": "cosine"}, marks=pytest.mark.slow),
+        pytest.param({"preset": "mini", "precision": "fp32", "steps": 8}, marks=pytest.mark.slow),
+        pytest.param({"preset": "mini", "objective": "clm", "precision": "fp32"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"objective": "clm", "model": "gpt2", "qk_lr_ratio": 2, "config": {"n_embd": 32, "n_layer": 2}},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda over: "-".join(str(value) for value in over.values())[:60],
+)
+def test_every_kind_of_training_resumes_exactly(over, text, tmp_path):
+    experiment = small(text, **over)
+    run(experiment, tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(experiment, tmp_path / "a", progress=killed_at(4))
+    run(experiment, tmp_path / "a", resume=True)
+    assert same_weights(tmp_path / "a", tmp_path / "whole")
+    assert lines(tmp_path / "a") == lines(tmp_path / "whole")
+
+
+def test_all_interventions_at_once_are_in_the_model_and_come_back(text, tmp_path):
+    from transformers import AutoModelForMaskedLM
+
+    import qkform as qk
+
+    run(small(text, steps=3, **EVERYTHING), tmp_path / "a")
+    loaded = qk.surgery.from_pretrained(AutoModelForMaskedLM, tmp_path / "a" / "model")
+    names = dict(loaded.named_parameters())
+    assert "model.layers.1.attn.self_score.v" in names
+    assert "model.layers.1.attn.Wqkv.weight" in names  # fused, under its stock name
+    assert [change["change"] for change in loaded.config.qkform["changes"]] == ["symmetrize", "decouple"]
+    start, *_, last = lines(tmp_path / "a")
+    assert start["layers"][0]["symmetry"] == pytest.approx(-1, abs=1e-5)
+    assert last["rates"]["qk/decay"] == pytest.approx(4 * last["rates"]["ov/decay"])
+    assert last["layers"][0]["conflict"]["cosine"]
+    assert last["layers"][0]["heads"]["self_norm"]
+
+
+@pytest.mark.slow
+def test_accumulated_micro_batches_are_one_batch(whole, text, tmp_path):
+    run(small(text, accumulation=4), tmp_path / "a")
+    assert farthest(tmp_path / "a", whole) < 1e-5
+    losses = [[line["loss"] for line in lines(folder)[1:]] for folder in (tmp_path / "a", whole)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_a_run_stops_at_a_loss_and_says_so(whole, text, tmp_path):
+    reached = lines(whole)[2]["held_out"]
+    experiment = small(text, stop_at_loss=reached)
+    finished = run(experiment, tmp_path / "a")
+    assert (finished.reason, finished.step, finished.held_out) == ("stop_at_loss", 4, reached)
+    assert lines(tmp_path / "a") == lines(whole)[:3]
+    assert events(tmp_path / "a")[-1]["reason"] == "stop_at_loss"
+    before = (tmp_path / "a" / "record.jsonl").read_bytes()
+    said = []
+    assert run(experiment, tmp_path / "a", resume=True, say=said.append).step == finished.step
+    assert any("has ended already" in text for text in said)
+    assert (tmp_path / "a" / "record.jsonl").read_bytes() == before
+
+
+def test_the_plateau_is_named(whole, text, tmp_path):
+    said = []
+    finished = run(small(text, steps=2), tmp_path / "a", say=said.append)
+    assert finished.plateau
+    assert "never left the unigram plateau" in said[-1]
+    assert f"{finished.unigram:.3f} nats, the unigram entropy" in said[-2]
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_the_run_goes_on_exactly(whole, text, tmp_path):
+    def interrupt(p):
+        if p.step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(small(text), tmp_path / "a", progress=interrupt)
+    assert newest(tmp_path / "a" / "checkpoints").step == 5  # the step that ran was finished
+    run(small(text), tmp_path / "a", resume=True)
+    assert same_weights(tmp_path / "a", whole)
+    assert lines(tmp_path / "a") == lines(whole)
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_names_step_layer_and_checkpoint(text, tmp_path):
+    experiment = small(
+        text, optimizer="sgd", lr=1e9, clip=0, warmup_steps=0, schedule="constant", save_every=1, keep=9
+    )
+    with pytest.raises(TrainingError) as error:
+        run(experiment, tmp_path / "a")
+    said = str(error.value)
+    assert "step " in said
+    assert "the last good checkpoint is" in said
+    assert "model.layers." in said or "holds a value that is not finite" in said
+    good = newest(tmp_path / "a" / "checkpoints")
+    from safetensors.torch import load_file
+
+    assert all(bool(torch.isfinite(w).all()) for w in load_file(good.path / "model.safetensors").values())
+    assert events(tmp_path / "a")[-1]["reason"] == "nan"
+
+
+def test_a_folder_with_something_in_it_is_left_alone(whole, text, tmp_path):
+    with pytest.raises(TrainingError, match=r"holds a run, saved at step 8; go on with --resume"):
+        run(small(text), whole)
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(TrainingError, match=r"is not empty: it holds mine\.txt"):
+        run(small(text), tmp_path)
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+    with pytest.raises(TrainingError, match="is a file"):
+        run(small(text), tmp_path / "mine.txt")
+    with pytest.raises(TrainingError, match="holds no run to go on with"):
+        run(small(text), tmp_path / "new", resume=True)
+
+
+def test_another_experiment_does_not_go_on_with_a_run(whole, text):
+    with pytest.raises(
+        ExperimentError, match=r"^lr: 0\.003 there, 0\.1 asked for; seed: 0 there, 1 asked for"
+    ):
+        run(small(text, lr=0.1, seed=1), whole, resume=True)
+
+
+def test_changed_text_is_noticed_and_nothing_is_lost(text, tmp_path):
+    mine = write_text(tmp_path / "text", seed=1)
+    with pytest.raises(Killed):
+        run(small(mine), tmp_path / "a", progress=killed_at(4))
+    (mine / "000.txt").write_text("other words, " * 400)
+    before = (tmp_path / "a" / "record.jsonl").read_bytes()
+    with pytest.raises(TrainingError, match=r"is not the text that the run in .* began with"):
+        run(small(mine), tmp_path / "a", resume=True)
+    assert (tmp_path / "a" / "record.jsonl").read_bytes() == before
+
+
+def test_checkpoints_that_are_gone_are_missed(text, tmp_path):
+    import shutil
+
+    with pytest.raises(Killed):
+        run(small(text), tmp_path / "a", progress=killed_at(4))
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
+    with pytest.raises(TrainingError, match="no checkpoint in"):
+        run(small(text), tmp_path / "a", resume=True)
+
+
+def test_a_half_written_checkpoint_is_never_picked(whole, text, tmp_path):
+    with pytest.raises(Killed):
+        run(small(text), tmp_path / "a", progress=killed_at(7))
+    folder = tmp_path / "a" / "checkpoints"
+    (folder / ".aside-step-7").mkdir()
+    newer = folder / "step-6" / "training.pt"
+    newer.write_bytes(newer.read_bytes()[:100])
+    assert newest(folder).step == 3
+    said = []
+    run(small(text), tmp_path / "a", resume=True, say=said.append)
+    assert any("step-6" in text and "training.pt has 100 bytes" in text for text in said)
+    assert same_weights(tmp_path / "a", whole)
+    assert lines(tmp_path / "a") == lines(whole)
+    assert not list(folder.glob(".aside*"))
+
+
+def test_a_full_disk_is_named_and_what_was_there_stays(tmp_path):
+
+    def fill(error):
+        with written(tmp_path, "step-1", {"step": 1}) as aside:
+            (aside / "x").write_text("three")
+            raise error
+
+    for name in ("one", "two"):
+        with written(tmp_path, "step-1", {"step": 1}) as aside:
+            (aside / "x").write_text(name)
+    with pytest.raises(TrainingError, match="No space left on device; what was saved before is whole"):
+        fill(OSError(28, os.strerror(28)))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert (tmp_path / "step-1" / "x").read_text() == "two"
+    with pytest.raises(TrainingError, match="No space left"):
+        fill(RuntimeError("safetensors: I/O error: No space left on device (os error 28)"))
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_while_a_checkpoint_is_written_costs_no_step_before_it(
+    whole, text, tmp_path, monkeypatch
+):
+    from qkform.training import watch
+
+    write = watch.save_model
+
+    def full(model, tokenizer, folder):
+        write(model, tokenizer, folder)
+        if folder.name.endswith("step-6"):
+            raise RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed")
+
+    monkeypatch.setattr(watch, "save_model", full)
+    with pytest.raises(
+        TrainingError, match=r"step-6: No space left on device; what was saved before is whole"
+    ):
+        run(small(text), tmp_path / "a")
+    assert sorted(path.name for path in (tmp_path / "a" / "checkpoints").iterdir()) == ["step-0", "step-3"]
+    monkeypatch.setattr(watch, "save_model", write)
+    run(small(text), tmp_path / "a", resume=True)
+    assert same_weights(tmp_path / "a", whole)
+    assert lines(tmp_path / "a") == lines(whole)
+
+
+def test_two_trainings_do_not_share_a_folder(text, tmp_path):
+    with held(tmp_path / "a"), pytest.raises(TrainingError, match="another training writes to this folder"):
+        run(small(text), tmp_path / "a")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == [".lock"]
+    run(small(text, steps=1), tmp_path / "a")
+
+
+def test_a_batch_that_processes_cannot_share_and_a_type_that_needs_a_gpu_are_refused(text, tmp_path):
+    if not torch.cuda.is_available():
+        with pytest.raises(ExperimentError, match="precision: fp16 needs a GPU"):
+            run(small(text, precision="fp16"), tmp_path / "a")
+    with pytest.raises(ExperimentError, match="config: vocab_size is 40, and the tokenizer has"):
+        run(small(text, config={"vocab_size": 40}), tmp_path / "b")
+    with pytest.raises(DataError):
+        run(small(tmp_path / "nothing"), tmp_path / "c")
+    run(small(text, steps=1), tmp_path / "c")  # what failed before it began has left nothing in the way
+
+
+def test_a_tracker_that_is_not_there_is_named(text, tmp_path):
+    with pytest.raises(ExperimentError, match=r"^report_to: .*nonsense"):
+        run(small(text, report_to=["nonsense"]), tmp_path / "a")
+    assert not (tmp_path / "a" / "experiment.yaml").exists()
+
+
+def test_other_trackers_hear_of_it(text, tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    run(small(text, steps=2, report_to=["tensorboard"]), tmp_path / "a")
+    assert list((tmp_path / "a").rglob("events.out*"))
+
+
+@pytest.mark.slow
+def test_a_run_leaves_the_random_numbers_of_its_seed_alone(text, tmp_path):
+    run(small(text, steps=1), tmp_path / "a")
+    one = lines(tmp_path / "a")
+    torch.manual_seed(77)
+    torch.rand(5)
+    run(small(text, steps=1), tmp_path / "b")
+    assert lines(tmp_path / "b") == one
+    run(small(text, steps=1, seed=1), tmp_path / "c")
+    assert lines(tmp_path / "c") != one
+
+
+def test_a_process_that_is_killed_twice_leaves_what_an_unbroken_one_does(whole, text, tmp_path):
+    """The real thing: kill -9 in the middle of a step, by the operating system."""
+    folder = tmp_path / "a"
+    code = (
+        "import os, sys\n"
+        "from qkform.training import Experiment, run\n"
+        "def progress(p):\n"
+        "    if p.step == int(sys.argv[2]): os.kill(os.getpid(), 9)\n"
+        "run(Experiment.load(sys.argv[3]), sys.argv[1], resume=len(sys.argv) > 4, progress=progress)\n"
+    )
+    import subprocess
+    import sys
+
+    file = tmp_path / "a.yaml"
+    file.write_text(small(text).to_yaml())
+    for step, resume in (("4", ()), ("7", ("resume",))):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(folder), step, str(file), *resume],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == -9, done.stderr
+    run(small(text), folder, resume=True)
+    assert same_weights(folder, whole)
+    assert lines(folder) == lines(whole)
+
+
+def test_two_processes_are_one_with_the_same_batch(text, tmp_path):
+    experiment = small(text, steps=20, accumulation=2, qk_lr_ratio=4)
+    done = command(*flags(experiment, tmp_path / "two"), processes=2)
+    assert done.returncode == 0, done.stderr
+    run(small(text, steps=20, qk_lr_ratio=4), tmp_path / "one")
+    assert farthest(tmp_path / "two", tmp_path / "one") < 1e-5
+    for one, two in zip(lines(tmp_path / "one"), lines(tmp_path / "two"), strict=True):
+        assert one["held_out"] == pytest.approx(two["held_out"], abs=1e-5)
+        assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
+        assert one["tokens"] == two["tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["mlm", "clm"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_train_track_save_and_resume(objective, parallel, text, tmp_path):
+    experiment = small(
+        text, steps=20, objective=objective, parallel=parallel, **EVERYTHING | {"conflict": False}
+    )
+    run(small(text, steps=20, objective=objective, **EVERYTHING | {"conflict": False}), tmp_path / "one")
+    done = command(*flags(experiment, tmp_path / "two"), processes=2)
+    assert done.returncode == 0, done.stderr
+    assert farthest(tmp_path / "two", tmp_path / "one") < 1e-5
+    file = tmp_path / "short.yaml"
+    file.write_text(experiment.to_yaml())
+    # stopped after some steps as a machine that shuts down would, then resumed
+    import subprocess
+    import sys
+    import time
+
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "-m",
+        "qkform",
+    ]
+    folder = tmp_path / "cut"
+    going = subprocess.Popen([*start, "train", str(file), "--out", str(folder)], stderr=subprocess.DEVNULL)
+    while going.poll() is None and not (folder / "checkpoints" / "step-9").exists():
+        time.sleep(0.02)
+    going.kill()
+    going.wait()
+    time.sleep(2)  # its workers notice that it is gone
+    done = command(*flags(experiment, folder), "--resume", processes=2)
+    assert done.returncode == 0, done.stderr
+    assert same_weights(folder, tmp_path / "two")
+    assert lines(folder) == lines(tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_compiled_training_learns_the_same(whole, text, tmp_path):
+    run(small(text, compile=True), tmp_path / "a")
+    assert farthest(tmp_path / "a", whole) < 1e-3
+
+
+def test_a_resume_under_other_threads_says_not_exact(text, tmp_path):
+    with pytest.raises(Killed):
+        run(small(text), tmp_path / "a", progress=killed_at(4))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    said = []
+    try:
+        run(small(text), tmp_path / "a", resume=True, say=said.append)
+    finally:
+        torch.set_num_threads(threads)
+    assert any(text.startswith("not exact: threads") for text in said)
+    event = next(event for event in events(tmp_path / "a") if event["event"] == "resume")
+    assert event["exact"] is False
+    assert "threads" in event["reason"]
+
+
+def test_facts_of_a_checkpoint_are_plain(whole):
+    facts = json.loads((newest(whole / "checkpoints").path / "qkform.json").read_text())
+    assert facts["reason"] == "finished"
+    assert facts["experiment"]["steps"] == 8
+    assert math.isfinite(facts["held_out"])
