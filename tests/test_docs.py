@@ -123,7 +123,9 @@ def desk(tmp_path, monkeypatch):
     arms = {"standard": {}, "matched": {"init": "matched"}}
     for (arm, change), seed in itertools.product(arms.items(), range(3)):
         place = tmp_path / "runs" / arm / f"seed-{seed}"
-        run_records.run(place, steps=10, rise=0.1 + 0.1 * len(change), seed=seed, init="standard", **change)
+        run_records.run(
+            place, steps=10, rise=0.1 + 0.1 * len(change), seed=seed, **{"init": "standard", **change}
+        )
     grid = {"base": {"preset": "tiny"}, "arms": arms, "seeds": [0, 1, 2]}
     (tmp_path / "grid.yaml").write_text(json.dumps(grid))
     monkeypatch.chdir(tmp_path)
