@@ -112,16 +112,3 @@ def _layer(layer: int, symmetry: float, entropy: float) -> dict[str, Any]:
     }
     heads = {name: [value] * 4 for name, value in whole.items()}
     return {"module": f"layers.{layer}.attn", "layer": layer, **whole, "heads": heads, "conflict": None}
-
-
-def write_arms(root: Path) -> None:
-    """Two arms of three seeds as `qkform sweep` leaves them: the second twice as fast, and more symmetric."""
-    for seed in range(3):
-        write_run(root / "standard" / f"seed-{seed}", falling(0.03, 3 + seed / 10), seed=seed)
-        write_run(
-            root / "matched" / f"seed-{seed}",
-            falling(0.06, 3 + seed / 10),
-            seed=seed,
-            init="matched",
-            symmetry=0.3,
-        )

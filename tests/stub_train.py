@@ -27,6 +27,7 @@ def main() -> int:
     name = f"{out.parent.name}/{out.name}"
     out.mkdir(exist_ok=True)
     lock = (out / ".lock").open("w")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if os.environ.get("STUB_DEAF"):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)

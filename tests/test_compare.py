@@ -240,12 +240,22 @@ def test_what_cannot_be_compared_is_left_out_and_said(runs):
     write_run(runs / "empty" / "seed-0", falling(SLOW), seed=0)
     record = runs / "empty" / "seed-0" / "record.jsonl"
     record.write_text(record.read_text().split("\n")[0] + "\n")
+    for name, text in (
+        ("torn", '{"event": "sta'),
+        ("damaged", record.read_text() + '[]\n{"event": "end"}\n'),
+    ):
+        (runs / name).mkdir()
+        (runs / name / "record.jsonl").write_text(text)
+    write_run(runs / "matched" / "seed-8", falling(SLOW, steps=60), seed=8, init="matched", end="interrupted")
     table = compare([runs])
     assert [arm["seeds"] for arm in table.arms] == [[0, 1, 2], [0, 1, 2]]
     said = " / ".join(table.notes)
     assert "seed-7: not finished, its last tracked step is 60 of 100" in said
     assert "none/seed-0: its record does not say what was trained" in said
     assert "empty/seed-0: it has no tracked step yet" in said
+    assert "torn/record.jsonl has no complete line" in said
+    assert "damaged/record.jsonl, line 2" in said
+    assert "seed-8: not finished (interrupted), its last tracked step is 60 of 100" in said
 
 
 def test_a_run_that_broke_has_no_end_and_may_never_get_there(runs):
@@ -325,6 +335,10 @@ def test_the_baseline_is_named_where_it_is_not_clear(runs, tmp_path):
 def test_one_arm_alone_has_no_pairs(runs):
     table = compare([runs / "standard"])
     assert (len(table.arms), table.pairs, len(table)) == (1, [], 0)
+    same = compare(
+        [runs / "standard", runs / "standard" / "seed-1", runs / "standard" / "seed-2" / "record.jsonl"]
+    )
+    assert same.arms == table.arms  # a folder that is named twice is one run
     assert table.arms[0]["mean"]["symmetry"] == pytest.approx(0.1)
     assert table.arms[0]["sd"]["held_out"] == pytest.approx(
         np.std([r["held_out"] for r in table.arms[0]["runs"]], ddof=1)

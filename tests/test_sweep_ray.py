@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -112,3 +113,20 @@ def test_a_run_that_fails_on_the_cluster_is_tried_again_and_reported(desk, clust
         ("matched/seed-1", "failed", 2),
     ]
     assert "no space left on the moon" in ended[-1].message
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_the_runs_on_the_cluster(desk, tmp_path):
+    pytest.importorskip("ray", reason="ray is not installed")
+    code = (
+        "from qkform.training import Grid, ray_sweep\n"
+        f"grid = Grid.from_dict({ {'base': BASE, 'arms': ARMS, 'seeds': [0]}!r})\n"
+        f"ray_sweep(grid, {str(desk.out)!r}, address='local', workers=2, threads=1, command={STUB!r})\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], env={**desk.environment, "STUB_PAUSE": "1"})
+    soon(lambda: desk.noted())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) != 0
+    soon(lambda: len(desk.noted("end")) == len(desk.noted()), 10)
+    assert {one["code"] for one in desk.noted("end")} == {130}
+    assert {one.state for one in desk.sweep(seeds=[0])} == {"finished"}

@@ -231,3 +231,18 @@ def test_a_held_out_batch_that_is_no_probe_costs_the_attention_alone(tmp_path, p
     assert None not in record.series("symmetry", layer=0)[1]
     assert None not in record.series("held_out")[1]
     assert [event["event"] for event in record.events] == ["unmeasured", "end"]
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_tracked_and_its_tokens_counted(tmp_path, path):
+    plain = tmp_path / "plain.jsonl"
+    trainer(tmp_path, [Tracker(every=2, path=plain)], bert(dropout=0.0)).train()
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    run = trainer(tmp_path, [Tracker(every=2, path=path)], bert(dropout=0.0), **compiled)
+    run.train()
+    one, other = RunRecord.load(plain), RunRecord.load(path)
+    assert one.layers == other.layers
+    assert one.series("tokens") == other.series("tokens")
+    for row, expected in zip(other.rows, one.rows, strict=True):
+        for name in ("loss", "held_out", "symmetry", "norm", "entropy"):
+            assert (row[name] or 0.0) == pytest.approx(expected[name] or 0.0, rel=1e-4), name

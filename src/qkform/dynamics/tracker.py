@@ -344,11 +344,10 @@ class Resumed(NamedTuple):
 
 def _problem(error: Exception, batch: Mapping[str, Any]) -> QKFormError:
     """What is wrong with the first measurement on a probe, in words."""
-    if isinstance(error, QKFormError):
-        return error
-    return DynamicsError(
-        f"the model cannot be called with the probe, which has {', '.join(batch)}: {type(error).__name__}: {error}"
-    )
+    known = isinstance(error, QKFormError)
+    said = "" if known else f"the model cannot be called with the probe, which has {', '.join(batch)}: "
+    kind = "" if known else f"{type(error).__name__}: "
+    return DynamicsError(f"{said}{kind}{error} (without a probe the weights alone are tracked)")
 
 
 def kept_probe(path: Path, record: RunRecord, given: Probe | None) -> Probe | None:

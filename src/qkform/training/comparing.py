@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from qkform.comparisons import CLOCKS, MEASURES, PUBLISHED, CompareTable
@@ -53,13 +55,15 @@ def compare(
     median of `window` tracked steps first reaches it; without it, the least loss that every run reaches. Runs that are
     not finished are left out, and `notes` says so.
 
-    Raises RecordError where there is no run, a record cannot be read, an arm has two runs of one seed, or which arm is
+    Raises RecordError where there is no run that can be used, an arm has two runs of one seed, or which arm is
     the baseline is not clear.
     """
-    if window < 1:
-        raise RecordError(f"a running median over {window} tracked steps is none; expected 1 or more")
+    if window < 1 or window % 2 == 0:
+        raise RecordError(f"window {window}: a centred median is over 1, 3, 5, ... tracked steps")
+    if at_loss is not None and not math.isfinite(at_loss):
+        raise RecordError(f"a loss of {at_loss} is reached by no run; expected a number of nats")
     notes: list[str] = []
-    runs = list(_usable([gathering.load(path) for path in gathering.find(paths)], notes))
+    runs = list(_usable(list(_loaded(gathering.find(paths), notes)), notes))
     if not runs:
         raise RecordError("no run is finished, or none says what it trained: " + "; ".join(notes))
     arms = arms_of(runs)
@@ -90,6 +94,15 @@ def compare(
         notes=notes,
         curves=list(_curves(arms, told)),
     )
+
+
+def _loaded(folders: Iterable[Path], notes: list[str]) -> Iterator[Run]:
+    """The runs in these folders; one whose record cannot be read, or has just begun, does not cost the others."""
+    for folder in folders:
+        try:
+            yield gathering.load(folder)
+        except RecordError as error:
+            notes.append(f"left out: {error}")
 
 
 def _usable(runs: Sequence[Run], notes: list[str]) -> Iterator[Run]:

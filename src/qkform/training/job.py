@@ -148,8 +148,8 @@ def execute(
     """Bring a run to its end: `command` EXPERIMENT.yaml --out FOLDER [--resume], again where it fails.
 
     A run that is finished is left as it is. One that another process still trains, left over by a sweep that was
-    killed, is waited for. When `stop` says so, or an exception comes, the process is asked to end as by Ctrl-C, and
-    made to after `GRACE_SECONDS`, or at once where `stop` says that.
+    killed, is waited for. When `stop` says so, or an exception comes, the process is asked to end by SIGTERM, and made
+    to after `GRACE_SECONDS`, or at once where `stop` says that.
     """
     job.folder.parent.mkdir(parents=True, exist_ok=True)
     with _held(job, stop, say) as handle:
@@ -212,12 +212,13 @@ def _run(
 
 def _ended(process: subprocess.Popen[bytes], stop: Stop) -> int:
     """Exit code of a process that is asked to end, and made to after a while."""
-    for number, seconds in ((signal.SIGINT, GRACE_SECONDS), (signal.SIGTERM, 10)):
-        _signalled(process, number)
-        last = time.monotonic() + seconds
-        while time.monotonic() < last and stop() < 2:
-            with suppress(subprocess.TimeoutExpired):
-                return process.wait(_LOOK_SECONDS)
+    _signalled(
+        process, signal.SIGTERM
+    )  # and not SIGINT, which what runs in the background, or under Ray, ignores
+    last = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < last and stop() < 2:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(_LOOK_SECONDS)
     _signalled(process, signal.SIGKILL)
     return process.wait()
 
