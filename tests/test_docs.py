@@ -6,6 +6,7 @@ What trains is run by `make test-all`: page by page, in order, `qkform train` wi
 from __future__ import annotations
 
 import glob
+import importlib
 import itertools
 import json
 import os
@@ -252,3 +253,55 @@ def test_every_column_is_explained():
     page = (ROOT / "docs" / "getting-started.md").read_text()
     for name in COLUMNS:
         assert f"`{name}`" in page
+
+
+@pytest.fixture
+def docstrings(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module("docstrings")
+
+
+def test_a_docstring_on_the_site_is_prose_tables_and_text_as_written(docstrings):
+    text = [
+        "W is `x y` and `Site`s, *not* |markup|_ here, `of two",
+        "lines`.",
+        "",
+        "    s_ij = a * b      i != j",
+        "",
+        "name   what it",
+        "       is, in [-1, 1]",
+        "a_b    another",
+        "",
+        ">>> f(1)",
+        "2",
+        "",
+    ]
+    lines = docstrings.rendered(text)
+    assert lines[0] == r"W is ``x y``\  and ``Site``\ s, \*not\* \|markup\|\_ here, ``of two"
+    assert lines[1] == r"lines``\ ."
+    assert [line.strip() for line in lines if line.strip()][2:] == [
+        ".. code-block:: text",
+        "s_ij = a * b      i != j",
+        ".. list-table::",
+        ":class: names",
+        "* - name",
+        "- what it is, in [-1, 1]",
+        r"* - a\_b",
+        "- another",
+        ".. code-block:: pycon",
+        ">>> f(1)",
+        "2",
+    ]
+
+
+def test_a_name_without_a_page_is_a_fault_only_if_it_is_ours_and_does_not_exist(docstrings):
+    class Python:
+        name = "py"
+
+    def is_only_said(target):
+        return docstrings._is_only_said(None, Python, {"reftarget": target})
+
+    assert is_only_said("torch.Tensor")
+    assert is_only_said("qkform.records.SourceFault")
+    assert not is_only_said("qkform.surgery.symmetrise_")
+    assert not docstrings._is_only_said(None, None, {"reftarget": "math"})
