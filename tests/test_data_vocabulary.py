@@ -106,6 +106,39 @@ def test_a_tokenizer_that_was_left_half_written_is_trained_again(texts, tmp_path
     assert [path.name for path in (tmp_path / "tokenizers").iterdir() if path.is_dir()] == [folder.name]
 
 
+@pytest.mark.parametrize("harm", ["cut", "altered", "missing"])
+def test_a_tokenizer_that_was_damaged_in_the_cache_is_trained_again(texts, tmp_path, harm):
+    corpus = data.corpus(texts, cache=tmp_path)
+    before = data.tokenizer("trained", corpus, vocab_size=60, cache=tmp_path)
+    (file,) = (tmp_path / "tokenizers").glob("*/tokenizer.json")
+    text = file.read_text()
+    if harm == "missing":
+        file.unlink()
+    else:
+        file.write_text(
+            text[:-9] if harm == "cut" else text.replace('["l","y"]', '["y","l"]').replace("ly", "yl")
+        )
+    after = data.tokenizer("trained", corpus, vocab_size=60, cache=tmp_path)
+    assert file.read_text() == text
+    assert fingerprint(after) == fingerprint(before)
+
+
+def test_a_text_that_changes_while_a_tokenizer_is_trained_is_refused(tmp_path, monkeypatch):
+    from qkform.training.data import vocabulary
+
+    folder = write_texts(tmp_path / "texts", documents=3)
+    original = vocabulary._merges
+
+    def meanwhile(*arguments):
+        (folder / "000.txt").write_text("other text")
+        return original(*arguments)
+
+    monkeypatch.setattr(vocabulary, "_merges", meanwhile)
+    with pytest.raises(DataError, match="changed while it was read; nothing was kept"):
+        data.tokenizer("trained", data.corpus(folder, cache=tmp_path), vocab_size=60, cache=tmp_path)
+    assert not list((tmp_path / "tokenizers").glob("*/tokenizer.json"))
+
+
 def test_a_tokenizer_by_its_folder_is_that_tokenizer(trained, tmp_path):
     trained.save_pretrained(tmp_path / "mine")
     again = data.tokenizer(tmp_path / "mine")
@@ -128,6 +161,10 @@ def test_what_is_no_tokenizer_is_said(texts, tmp_path, trained):
         DataError, match=r"no tokenizer in '.*nowhere'.*pass a folder, a hub id, or 'trained'"
     ):
         data.tokenizer(tmp_path / "nowhere")
+    trained.save_pretrained(tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").write_text('{"version": "1.0", "model": {}}')
+    with pytest.raises(DataError, match=r"no tokenizer in '.*broken'"):
+        data.tokenizer(tmp_path / "broken")
     with pytest.raises(DataError, match="a tokenizer is trained on a corpus"):
         data.tokenizer("trained")
     with pytest.raises(

@@ -1,4 +1,7 @@
-"""Every command and code block of README and docs is run: as printed, against a stand-in, or listed with a reason."""
+"""Every command and code block of README and docs is run: as printed, against a stand-in, or listed with a reason.
+
+What trains is run by `make test-all`: page by page, in order, `qkform train` with sizes that take seconds.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import itertools
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,7 +24,11 @@ from tests import run_records
 from tests.conftest import BERT_CONFIG, bert_tensors
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "api").glob("*.md")),
+]
 
 # Lines that are not run here, each with its reason. A line that is in no page any more fails the count below.
 SKIPPED = {
@@ -28,16 +36,11 @@ SKIPPED = {
     "make setup": "made the environment that runs this test",
     "make test": "is what runs this test",
     "make check": "its own step in CI",
+    "make docs": "a part of `make check`",
+    "make test-all": "is what runs this test, too",
     "python benchmarks/large.py --save benchmarks/results": "the same, and 15 GB of disk",
     "python benchmarks/attention.py --save benchmarks/results": "ten minutes of measurement; the record is there",
     "make bench": "minutes of measurement; figures are recorded under benchmarks/results",
-    "qkform train --preset tiny --objective mlm --steps 1000 --seed 0 --out runs/encoder": "minutes of training",
-    "qkform train --preset tiny --objective clm --steps 1000 --seed 0 --out runs/decoder": "the same",
-    "qkform train matched.yaml": "the same",
-    "qkform train matched.yaml --seed 2 --out runs/matched-2": "the same",
-    "qkform train --resume --out runs/encoder": "the same; tests/test_engine.py resumes small runs",
-    "torchrun --nproc-per-node 8 -m qkform train matched.yaml": "the same, on eight GPUs",
-    "torchrun --nproc-per-node 8 -m qkform train matched.yaml --parallel fsdp": "the same",
     "pip install .": "would change the environment that runs this test",
     'pip install -c constraints.txt ".[frames]"': "the same",
     "qkform scan BAAI/bge-small-en-v1.5": "asks the hub; tests/test_hub.py does so against a local server",
@@ -45,8 +48,23 @@ SKIPPED = {
     "qkform scan EleutherAI/pythia-70m --revision step1000,step143000 --html steps.html": "the same",
     "qkform scan hf://org/name@v1/sub/folder": "the same",
     "python -m tests.fuzz TARGET --runs 100000": "an hour; the recorded outcome is benchmarks/results/fuzz.txt",
+    "qkform sweep grid.yaml --workers 2": "trains for an hour; tests/test_sweep.py sweeps with a stand-in",
+    "qkform sweep grid.yaml --workers 8 --gpus 1 --ray auto": "the same on a cluster; tests/test_sweep_ray.py",
+    "torchrun --nproc-per-node 8 -m qkform train matched.yaml": "eight processes; the tests of training have two",
+    "torchrun --nproc-per-node 8 -m qkform train matched.yaml --parallel fsdp": "the same",
     "python -m tests.survey --write docs/families.md": "rewrites a page; tests/test_families.py compares it",
 }
+
+
+# `qkform train` of a page, in seconds: these flags outrank what the line says.
+SMALL = shlex.split(
+    "--steps 2 --warmup-steps 1 --batch-size 4 --seq-len 16 --held-out 4 --track-every 1 --save-every 1 "
+    "--config hidden_size=32 intermediate_size=32 num_hidden_layers=1 num_attention_heads=2"
+)
+# A block or line that trains, or loads what training loads.
+TRAINS = re.compile(
+    r"^qkform train(?!.* --help)|\brun\(|\bTrainer\(|\bdata\.prepare\(|\bTracker\(", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -64,19 +82,23 @@ def blocks():
     found = []
     for page in PAGES:
         text = page.read_text()
-        for match in re.finditer(r"^```([a-z]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        for match in re.finditer(r"^```([^\n`]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
             line = text[: match.start()].count("\n") + 1
-            found.append(Block(page.name, line, match.group(1), match.group(2)))
+            if not match.group(1).startswith("{"):  # {toctree} and the like are for the site
+                found.append(Block(page.name, line, match.group(1), match.group(2)))
     return found
 
 
 PYTHON = [b for b in blocks() if b.language == "python"]
 COMMANDS = [(b, line) for b in blocks() if b.language == "" for line in b.text.strip().splitlines()]
+TRAINING = list(
+    dict.fromkeys(b.page for b in blocks() if TRAINS.search(b.text) and b.language in ("", "python"))
+)
 
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
-    """A working folder with the stand-ins that the pages speak of: ./my-model, ./custom, ./no-config, ./trained/a."""
+    """A working folder with stand-ins for what the pages speak of: ./my-model, ./trained, ./runs, ./grid.yaml, ..."""
     rng = np.random.default_rng(0)
     custom = {
         f"blocks.{i}.mixer.{n}.weight": rng.normal(size=(w, 6)).astype(np.float32)
@@ -98,22 +120,62 @@ def desk(tmp_path, monkeypatch):
             (tmp_path / name / "config.json").write_text(json.dumps(config))
     for name, ratio in (("a", 1.0), ("b", 4.0)):
         run_records.run(tmp_path / "trained" / name, steps=5, qk_lr_ratio=ratio)
+    arms = {"standard": {}, "matched": {"init": "matched"}}
+    for (arm, change), seed in itertools.product(arms.items(), range(3)):
+        place = tmp_path / "runs" / arm / f"seed-{seed}"
+        run_records.run(place, steps=10, rise=0.1 + 0.1 * len(change), seed=seed, init="standard", **change)
+    grid = {"base": {"preset": "tiny"}, "arms": arms, "seeds": [0, 1, 2]}
+    (tmp_path / "grid.yaml").write_text(json.dumps(grid))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=str)
+@pytest.mark.parametrize("block", [b for b in PYTHON if not TRAINS.search(b.text)], ids=str)
 def test_python_blocks_run_as_printed(block, desk):
+    run_python(block.text)
+
+
+@pytest.mark.parametrize(
+    "line",
+    dict.fromkeys(line for _, line in COMMANDS if line not in SKIPPED and not TRAINS.search(line)),
+    ids=lambda line: line[:60],
+)
+def test_commands_run_as_printed(line, desk):
+    run_command(line, desk)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", TRAINING)
+def test_pages_that_train_run_in_order(page, desk):
+    shutil.rmtree(desk / "runs")
+    for block in (b for b in blocks() if b.page == page):
+        if block.language == "python":
+            run_python(block.text)
+            continue
+        for line in block.text.strip().splitlines():
+            if line not in SKIPPED and TRAINS.search(line):
+                run_command(line, desk)
+
+
+@pytest.mark.parametrize("line", dict.fromkeys(line for _, line in COMMANDS if "qkform " in line))
+def test_commands_are_what_the_command_line_takes(line):
+    """Those that are not run too: every option exists and takes such a value."""
+    from qkform.cli import app
+
+    words = shlex.split(line[line.index("qkform ") :])[1:]
+    app.parse_args(words, exit_on_error=False, print_error=False)
+
+
+def run_python(text):
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", block.text], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", "-c", text], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "line", dict.fromkeys(line for _, line in COMMANDS if line not in SKIPPED), ids=lambda line: line[:60]
-)
-def test_commands_run_as_printed(line, desk):
+def run_command(line, desk):
+    if line.startswith("qkform train") and not {"--help", "--resume"} & set(line.split()):
+        line = f"{line} {shlex.join(SMALL)}"
     words = [p for word in shlex.split(line) for p in (sorted(glob.glob(word)) if "*" in word else [word])]
     assert words[0] == "qkform", f"{line!r} is neither a qkform command nor listed as skipped"
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
@@ -128,9 +190,11 @@ def test_every_block_is_run_or_listed():
     everything = blocks()
     lines = [line for _, line in COMMANDS]
     skipped = [line for line in lines if line in SKIPPED]
+    slow = [b for b in PYTHON if TRAINS.search(b.text)]
+    trains = [line for line in lines if line not in SKIPPED and TRAINS.search(line)]
     print(
-        f"{len(everything)} blocks: {len(PYTHON)} of Python run; of {len(lines)} command lines "
-        f"{len(lines) - len(skipped)} run and {len(skipped)} are listed as skipped"
+        f"{len(everything)} blocks: {len(PYTHON)} of Python run, {len(slow)} of them slow; of {len(lines)} command "
+        f"lines {len(lines) - len(skipped)} run, {len(trains)} of them slow, and {len(skipped)} are listed as skipped"
     )
     assert {b.language for b in everything} <= {"", "python"}
     stale = set(SKIPPED) - set(lines)

@@ -231,3 +231,19 @@ def test_names_that_are_not_there(path):
     with pytest.raises(RecordError, match="has no head 2; it has heads 0 to 1"):
         record.series("symmetry", layer=0, head=2)
     json.dumps(record.to_dict())
+
+
+def test_a_file_that_is_no_record_is_left_alone(path):
+    for text in ('{"text": "one of my documents"}\n', "a letter", "two\nlines\n"):
+        path.write_text(text)
+        with pytest.raises(RecordError, match=r"no record of a run; name another file|no JSON object"):
+            RunWriter.new(path)
+        assert path.read_text() == text
+    writer = RunWriter.new(path.with_name("other.jsonl"))
+    writer.start(START | {"experiment": {"seed": 4}})
+    writer.close()
+    writer = RunWriter.new(path.with_name("other.jsonl"))  # killed before its first step: nothing is lost
+    writer.start(START)
+    writer.append(line(0))
+    writer.close()
+    assert RunRecord.load(path.with_name("other.jsonl")).start["experiment"] == {"seed": 3}

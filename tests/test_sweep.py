@@ -17,10 +17,10 @@ import yaml
 
 from qkform.cli import main
 from qkform.errors import ExperimentError, TrainingError
-from qkform.training import sweep as sweeps
-from qkform.training.compare import compare
+from qkform.training import sweeping as sweeps
+from qkform.training.comparing import compare
 from qkform.training.grid import Grid
-from qkform.training.sweep import listing, sweep
+from qkform.training.sweeping import listing, sweep
 
 ROOT = Path(__file__).parent.parent
 STUB = (sys.executable, "-S", str(ROOT / "tests" / "stub_train.py"))
@@ -53,7 +53,7 @@ class Desk:
         """The same sweep in a process of its own, two at a time."""
         code = (
             "import sys, signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-            "from qkform.training.grid import Grid; from qkform.training.sweep import sweep\n"
+            "from qkform.training.grid import Grid; from qkform.training.sweeping import sweep\n"
             f"grid = Grid.from_dict({ {'base': BASE, 'arms': ARMS, 'seeds': [0, 1]}!r})\n"
             f"sweep(grid, {str(self.out)!r}, command={STUB!r}, workers=2)\n"
         )
@@ -156,6 +156,8 @@ def test_what_a_killed_sweep_left_is_waited_for_and_not_trained_twice(desk):
     soon(lambda: len(desk.noted()) == 2)
     process.send_signal(signal.SIGKILL)
     process.wait()
+    standing = listing(Grid.from_dict({"base": BASE, "arms": ARMS, "seeds": [0, 1]}), desk.out)
+    assert [one.state for one in standing] == ["running", "running", "new", "new"]
     ended = {one.name: one for one in desk.sweep(workers=2)}
     assert {one.state for one in ended.values()} == {"finished"}
     assert [one.attempts for one in ended.values()] == [0, 0, 1, 1]  # the first two ended by themselves
@@ -183,6 +185,18 @@ def test_an_interrupt_ends_the_runs_and_the_next_sweep_goes_on(desk, number):
     ended = desk.sweep(workers=2)
     assert {one.state for one in ended} == {"finished"}
     assert sorted(one["resume"] for one in desk.noted()[2:]) == [False, False, True, True]
+
+
+def test_a_second_interrupt_ends_runs_that_do_not_listen(desk):
+    process = desk.started(STUB_PAUSE="0.3", STUB_DEAF="1")
+    soon(lambda: len(desk.noted()) == 2)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) != 0
+    assert desk.noted("end") == []
 
 
 def test_two_sweeps_of_one_folder_are_refused(desk):
@@ -288,3 +302,36 @@ def test_the_command_trains_and_tells(desk, tmp_path, capsys, monkeypatch):
     assert "standard/seed-0   finished      4" in shown.out
     assert main(["sweep", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml: cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_grid_is_really_trained_and_compared(tmp_path, capsys):
+    words = [f"word{i}" for i in range(20)]
+    (tmp_path / "text.txt").write_text("\n\n".join(" ".join(words[i % 7 :] * 4) for i in range(300)))
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    base = {
+        "data": [str(tmp_path / "text.txt")],
+        "config": small,
+        "vocabulary": 300,
+        "seq_len": 16,
+        "batch_size": 4,
+        "held_out": 8,
+        "steps": 6,
+        "track_every": 2,
+        "save_every": 3,
+    }
+    grid = {"base": base, "arms": ARMS, "seeds": [0]}
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
+    out = str(tmp_path / "runs")
+    assert main(["sweep", str(tmp_path / "grid.yaml"), "--out", out, "--threads", "1"]) == 0
+    assert main(["sweep", str(tmp_path / "grid.yaml"), "--out", out, "--list", "--format", "json"]) == 0
+    shown = capsys.readouterr().out
+    states = [
+        (one["name"], one["state"], one["step"])
+        for one in json.loads(shown[shown.index('{"schema"') :])["runs"]
+    ]
+    assert sorted(states) == [("matched/seed-0", "finished", 6), ("standard/seed-0", "finished", 6)]
+    table = compare([out])
+    assert [(pair["arm"], pair["refused"]) for pair in table.pairs] == [("matched", None)]
+    (start,) = [row for row in table.curves if (row["arm"], row["step"]) == ("matched", 0)]
+    assert start["symmetry"] > 0.9

@@ -11,7 +11,7 @@ import pytest
 
 from qkform.errors import MissingExtra, TrainingError
 from qkform.training.grid import Grid
-from qkform.training.ray_sweep import ray_sweep
+from qkform.training.on_ray import ray_sweep
 from tests.test_sweep import ARMS, BASE, STUB, Desk, soon
 
 GRID = Grid.from_dict({"base": BASE, "arms": ARMS, "seeds": [0, 1]})

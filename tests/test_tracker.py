@@ -197,3 +197,115 @@ def test_requests_that_make_no_sense(path, tmp_path):
     with pytest.raises(DynamicsError, match="the probe has no labels"):
         Tracker(bert(), path=path, probe={"input_ids": torch.ones(1, 3, dtype=torch.long)}, conflict=True)
     assert not path.exists()
+
+
+def test_a_probe_that_the_model_cannot_be_called_with(path):
+    with pytest.raises(
+        DynamicsError, match=r"cannot be called with the probe, which has pixels: ValueError: You must"
+    ):
+        Tracker(bert(), path=path, probe={"pixels": torch.ones(1, 3)}).step(0)
+    assert not path.exists() or path.stat().st_size == 0
+    with pytest.raises(DynamicsError, match=r"probe\['ids'\] is a list"):
+        Tracker(bert(), path=path, probe={"ids": [1, 2]})
+
+
+def test_a_resumed_run_needs_its_probe_and_its_model(path):
+    with Tracker(bert(), path=path, probe=batch_of(99)) as tracker:
+        tracker.step(0)
+    Tracker(bert(), path=path, probe=batch_of(99), resume=0).step(1)
+    with pytest.raises(RecordError, match=r"was begun with another probe; give none: it is in .*probe\.safe"):
+        Tracker(bert(), path=path, probe=batch_of(98), resume=0).step(1)
+    other = BertForMaskedLM(BertConfig(**(SIZES | {"num_hidden_layers": 1})))
+    with pytest.raises(RecordError, match="the record of another model"):
+        Tracker(other, path=path, resume=0).step(1)
+    path.with_name("probe.safetensors").unlink()
+    with pytest.raises(RecordError, match=r"the probe of .* is missing: put .*probe\.safetensors back"):
+        Tracker(bert(), path=path, resume=0).step(1)
+
+
+def test_a_resume_elsewhere_is_not_exact(path, monkeypatch):
+    with Tracker(bert(), every=2, path=path) as tracker:
+        train(bert(), 2, tracker)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 3)
+    tracker = Tracker(bert(), every=2, path=path, resume=1)
+    tracker.step(2)
+    tracker.abandon()
+    event = RunRecord.load(path).events[-1]
+    assert event["exact"] is False
+    assert event["reason"] == f"threads was {threads} and is {threads + 3}"
+    monkeypatch.undo()
+    Tracker(bert(), every=2, path=path, resume=1).step(2)
+    assert "how many tokens and seconds" in RunRecord.load(path).events[-1]["reason"]
+
+
+def test_compiled_and_decoupled_models(path, tmp_path):
+    model = qk.surgery.decouple_(bert(dropout=0.0))
+    with torch.no_grad():
+        for layer in model.bert.encoder.layer:
+            layer.attention.self.self_score.v.normal_()
+    with Tracker(model, path=path, probe=batch_of(99)) as tracker:
+        tracker.step(0)
+    found = RunRecord.load(path)
+    v = model.bert.encoder.layer[1].attention.self.self_score.v
+    sizes = found.steps[0]["layers"][1]["heads"]["self_norm"]
+    np.testing.assert_allclose(sizes, v.detach().double().norm(dim=1), rtol=1e-6)
+    other = tmp_path / "compiled.jsonl"
+    with Tracker(torch.compile(model, backend="eager"), path=other, probe=batch_of(99)) as tracker:
+        tracker.step(0)
+    assert without_clock(RunRecord.load(other).steps) == without_clock(found.steps)
+
+
+def test_padded_queries_of_a_decoder_do_not_count(path):
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 12, "d_kv": 4, "d_ff": 9, "num_layers": 1, "num_heads": 3, "vocab_size": 29}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+    batch = batch_of(99)
+    with Tracker(model, path=path, probe=batch) as tracker:
+        tracker.step(0)
+    rows = RunRecord.load(path).steps[0]["layers"]
+    assert [row["module"].split(".")[0] for row in rows] == ["encoder", "decoder"]
+    watched = observe(model, batch)
+    for row, each in zip(rows, watched, strict=True):
+        (_, _, weights, open_), *_ = each.calls[0].weights()
+        expected = sharpness(weights, open_ & batch["attention_mask"].bool()[:, None, :, None])
+        np.testing.assert_allclose(
+            row["heads"]["largest"], np.nanmean(expected.largest.numpy(), (0, 2)), rtol=1e-6
+        )
+
+
+def test_steps_that_come_in_the_wrong_order(path):
+    model = bert()
+    tracker = Tracker(model, every=2, path=path)
+    tracker.step(0)
+    tracker.step(2)
+    with pytest.raises(RecordError, match="has step 2 already, and step 2 comes before or is it"):
+        tracker.step(2)
+    with pytest.raises(DynamicsError, match="step is -1"):
+        tracker.step(-1)
+    with pytest.raises(DynamicsError, match="the event 'end' is the tracker's own"):
+        tracker.event("end")
+    tracker.event("note", text="a line of its own")
+    tracker.step(3, last=True)
+    tracker.close("stop_at_loss")
+    record = RunRecord.load(path)
+    assert record.series("loss")[0] == [0, 2, 3]
+    assert [event["event"] for event in record.events] == ["note", "end"]
+    assert record.end["reason"] == "stop_at_loss"
+
+
+def test_held_out_losses_are_computed_where_they_are_recorded(path):
+    seen = []
+    with Tracker(bert(), every=2, path=path, held_out=lambda: seen.append(1) or 2.5 + len(seen)) as tracker:
+        train(bert(), 3, tracker)
+    assert RunRecord.load(path).series("held_out") == ([0, 2, 3], [3.5, 4.5, 5.5])
+    with pytest.raises(DynamicsError, match="held_out is True; that is for a Trainer"):
+        Tracker(bert(), path=path.with_name("a.jsonl"), held_out=True).step(0)
+    with (
+        pytest.raises(DynamicsError, match="conflict is measured on a probe"),
+        Tracker(bert(), path=path.with_name("b.jsonl"), conflict=True) as tracker,
+    ):
+        tracker.step(0)
+    assert not path.with_name("b.jsonl").exists()

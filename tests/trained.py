@@ -45,7 +45,7 @@ def small(text: Path, **over: Any) -> Experiment:
     """Two layers of width 32, eight sequences of 24 tokens, an update in milliseconds."""
     options: dict[str, Any] = {
         "data": (str(text),),
-        "config": {**SMALL, **over.pop("config", {})},
+        "config": {**({} if "model" in over else SMALL), **over.pop("config", {})},
         "vocabulary": 300,
         "seq_len": 24,
         "batch_size": 8,

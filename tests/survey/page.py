@@ -44,9 +44,12 @@ is listed by qkform as not scored, and every attention that qkform lists was see
 
 
 def recorded(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What the page and the tests need of the results, in the order of the names."""
+    """What the page and the tests need of the results, in the order of the names; what is recorded stays as it is."""
     out = {}
     for name, r in sorted(results.items()):
+        if r["status"] == VERIFIED and "matched" not in r:
+            out[name] = dict(r)
+            continue
         entry: dict[str, Any] = {"status": r["status"]}
         if r["status"] == VERIFIED:
             entry["attentions"] = r["matched"]

@@ -50,7 +50,7 @@ def compare(
     quiet
         No notes on stderr.
     """
-    from qkform.training.compare import compare as compared
+    from qkform.training.comparing import compare as compared
 
     if not paths:
         return fail("name at least one folder of runs, for example: qkform compare runs/")

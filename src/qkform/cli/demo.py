@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 import qkform
 from qkform import targets
 from qkform.cli.output import fail, print_table, put, say, write
+from qkform.cli.progress import Line
 from qkform.cli.scanning import scan_all
 from qkform.errors import MissingExtra, QKFormError
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from qkform.records import ScoreTable
     from qkform.report.trainedsection import Trained
 
-OBJECTIVES = ("mlm", "clm")
+OBJECTIVES: tuple[Literal["mlm"], Literal["clm"]] = ("mlm", "clm")
 TRACKED = 16  # times that a training is tracked
 
 
@@ -84,7 +85,6 @@ def _with_training(table: ScoreTable, html: Path, steps: int, quiet: bool) -> in
 
 def _train(folder: Path, steps: int, quiet: bool) -> int:
     """Both objectives, one after the other; the exit code."""
-    from qkform.cli.progress import Line
     from qkform.training import Experiment, run
 
     every = max(steps // TRACKED, 1)

@@ -69,9 +69,9 @@ def sweep(
         GPUs that a run asks the cluster for.
     """
     from qkform.training.grid import Grid
-    from qkform.training.ray_sweep import ray_sweep
-    from qkform.training.sweep import listing
-    from qkform.training.sweep import sweep as swept
+    from qkform.training.on_ray import ray_sweep
+    from qkform.training.sweeping import listing
+    from qkform.training.sweeping import sweep as swept
 
     asked = Grid.load(grid)
     quietly = (lambda _: None) if quiet else say
@@ -86,7 +86,6 @@ def sweep(
             threads=threads,
             gpus=gpus,
             retries=retries,
-            command=COMMAND,
             say=quietly,
         )
     else:

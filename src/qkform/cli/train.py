@@ -12,7 +12,7 @@ from cyclopts import Group, Parameter
 
 from qkform.cli.output import put, say
 from qkform.cli.progress import Line
-from qkform.errors import ExperimentError
+from qkform.errors import ExperimentError, QKFormError
 from qkform.training.experiment import Experiment
 
 _ORDER = ("Run", "Model", "Data", "Form", "Optimizer")
@@ -96,6 +96,12 @@ def train(
             say=line.say_warnings if quiet else line.say,
             progress=None if quiet else line.show,
         )
+    except QKFormError as error:
+        line.end()
+        if _first():
+            raise
+        say(f"process {os.environ['RANK']}: error: {error}")
+        return 2
     except KeyboardInterrupt:
         line.end()
         if _first():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from qkform.dynamics.measures import Measures
 from qkform.dynamics.probe import Probe, place
 from qkform.dynamics.processes import by_first, is_first, is_sharded, resharded, total, world_size
 from qkform.dynamics.tracker_events import TrainerEvents
-from qkform.errors import DynamicsError, RecordError
+from qkform.errors import DynamicsError, QKFormError, RecordError
 from qkform.runs import NAME, RunRecord, RunWriter
 
 PERMUTATIONS = 20  # draws of the null of conflict, where it is asked for without a number
@@ -90,7 +91,8 @@ class Tracker(TrainerEvents):
         self._probe = None if probe is None else Probe(probe)
         if self.conflict is not None and self._probe is not None and not self._probe.has_labels:
             raise DynamicsError("conflict needs a loss, and the probe has no labels; add them to it")
-        self._started = self._resumed_line = False
+        self._started = self._resumed_line = self._probe_by_default = False
+        self._unmeasured: str | None = None  # why attention is not, though the Trainer gave a probe
         self._writer: RunWriter | None = None  # of the first process
         self._measures: Measures | None = None  # None: not begun
         self._loaded: Mapping[str, Any] | None = None
@@ -107,6 +109,7 @@ class Tracker(TrainerEvents):
         held_out: HeldOut = None,
         tokens: int | None = None,
         batch: Mapping[str, Any] | None = None,
+        last: bool = False,
     ) -> None:
         """A step is done: note its tokens, and where it is tracked write its line. Of several processes each calls it.
 
@@ -115,8 +118,10 @@ class Tracker(TrainerEvents):
                    processes is recorded
         optimizer  whose rates are recorded, by the `name` of each group, else its number. Call before the scheduler's
                    step, which sets the next rate
-        held_out   the held-out loss, or a function that computes it; called where the step is tracked
+        held_out   the held-out loss, or a function that computes it, called where the step is tracked; of several
+                   processes the first one's is recorded
         tokens     that this process has seen in this step; or batch, in which those that are no padding are counted
+        last       whether training ends here: the line is written at once, before a last checkpoint, not by `close`
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise DynamicsError(f"step is {step!r}; it is the number of steps done, 0 or more")
@@ -127,8 +132,13 @@ class Tracker(TrainerEvents):
         if tokens is not None:
             self.ledger.add(tokens)
         held_out = self.held_out if held_out is None else held_out
+        if isinstance(held_out, bool):
+            raise DynamicsError(
+                f"held_out is {held_out}; that is for a Trainer: in a loop of your own it is a number, or a function "
+                "that returns one"
+            )
         loss = loss.detach() if isinstance(loss, Tensor) else loss
-        if step % self.every:
+        if step % self.every and not last:
             self._last = {"step": step, "loss": loss, "rates": rates(optimizer), "held_out": held_out}
             return
         self._last = None
@@ -192,9 +202,11 @@ class Tracker(TrainerEvents):
             raise DynamicsError(f"the tracker resumes after step {resume}, and step {step} comes before it")
         self.ledger.begin()
         with self.ledger.own():
-            self._measures = measures = Measures(model)
+            measures = Measures(model)
             self._started, self._first_step, self._first_rows = resume is not None, step, True
+            self._resumed_line, self._unmeasured = False, None
             found = by_first(lambda: self._opened(resume, measures), measures.device)
+            self._measures = measures
             if found is None:
                 return
             if found.probe is not None:
@@ -233,6 +245,10 @@ class Tracker(TrainerEvents):
             return
         self._started = True
         measures = self._measures
+        if self.conflict is not None and self._probe is None and self._unmeasured is None:
+            raise DynamicsError(
+                "conflict is measured on a probe, a batch with labels, and there is none; give probe="
+            )
         if self._writer is None or measures is None:
             return
         if self._probe is not None:
@@ -248,6 +264,8 @@ class Tracker(TrainerEvents):
                 "probe": None if self._probe is None else self._probe.about,
             }
         )
+        if self._unmeasured is not None:
+            self._writer.event("unmeasured", step=self._first_step, reason=self._unmeasured)
 
     def _track(self, step: int, *, loss: Any, rates: Mapping[str, Any], held_out: HeldOut) -> None:
         """Measure, and write the line."""
@@ -261,7 +279,7 @@ class Tracker(TrainerEvents):
         self.ledger.settle(self._device)
         with self.ledger.own():
             layers = self._rows()
-            self._start()
+            self._start()  # after the first measurement, which may show that the probe is of no use
         return {
             "step": step,
             "loss": None,
@@ -284,20 +302,19 @@ class Tracker(TrainerEvents):
             labels = self.conflict is not None or measures.is_encoder_decoder  # whose decoder reads them
             batch = self._probe.batch(measures.device, labels=labels)
         first, self._first_rows = self._first_rows, False
+        measure = measures.rows if is_first() else measures.take_part
         try:
-            if is_first():
-                return measures.rows(batch, permutations=self.conflict)
-            measures.take_part(batch, permutations=self.conflict)
-            return []
-        except DynamicsError:
-            raise
+            return measure(batch, permutations=self.conflict)
         except Exception as error:  # a model may raise anything
             if batch is None or not first:
                 raise
-            raise DynamicsError(
-                f"the model cannot be called with the probe, which has {', '.join(batch)}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            problem = _problem(error, batch)
+            if not self._probe_by_default:
+                raise problem from error
+            self._unmeasured = str(problem)
+            warnings.warn(f"the record has no attention weights: {problem}", UserWarning, stacklevel=2)
+            self._probe = None
+            return measure(None, permutations=None)
         finally:
             if sharded:
                 resharded(measures.live.root)
@@ -323,6 +340,14 @@ class Resumed(NamedTuple):
 
     probe: Probe | None
     last: dict[str, Any] | None
+
+
+def _problem(error: Exception, batch: Mapping[str, Any]) -> QKFormError:
+    """What is wrong with the first measurement on a probe, in words."""
+    known = isinstance(error, QKFormError)
+    said = "" if known else f"the model cannot be called with the probe, which has {', '.join(batch)}: "
+    kind = "" if known else f"{type(error).__name__}: "
+    return DynamicsError(f"{said}{kind}{error} (without a probe the weights alone are tracked)")
 
 
 def kept_probe(path: Path, record: RunRecord, given: Probe | None) -> Probe | None:

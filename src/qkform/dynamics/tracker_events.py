@@ -8,6 +8,7 @@ known: before the Trainer saves a checkpoint of that step.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,8 @@ class TrainerEvents:
     abandon: Callable[[], None]
 
     _started: bool
+    _probe_by_default: bool
+    _unmeasured: str | None
     _resumed_line: bool
 
     # Of the run in a Trainer; in a plain loop nothing changes them.
@@ -213,9 +216,12 @@ class TrainerEvents:
 
     def _take_probe(self, dataloader: Any, args: Any) -> None:
         """The first held-out batch, the same in every process."""
-        self._probe = by_first(
-            lambda: Probe(first_of(dataloader, args.per_device_eval_batch_size)), args.device
-        )
+        found = by_first(lambda: _probe_or_reason(dataloader, args.per_device_eval_batch_size), args.device)
+        if isinstance(found, str):
+            self._unmeasured = found
+            warnings.warn(f"the record has no attention weights: {found}", UserWarning, stacklevel=2)
+        else:
+            self._probe, self._probe_by_default = found, True
 
     def _count(self, args: Any, model: Any, train_dataloader: Any) -> None:
         """See to it that tokens are counted: as the model is called or, where it is compiled, by the Trainer."""
@@ -253,6 +259,14 @@ class TrainerEvents:
         kept, name = state.stateful_callbacks, type(self).__name__
         if not isinstance(kept.get(name), list):
             kept[name] = self.state()
+
+
+def _probe_or_reason(dataloader: Any, sequences: int) -> Probe | str:
+    """The first batch of a data loader, or why it makes no probe."""
+    try:
+        return Probe(first_of(dataloader, sequences))
+    except Exception as error:  # data sets and collators may raise anything
+        return f"the first held-out batch cannot be had: {type(error).__name__}: {error}"
 
 
 def _what_to_count(train_dataloader: Any) -> str:

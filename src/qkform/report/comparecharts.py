@@ -32,7 +32,8 @@ def curves(
     """
     import altair as alt
 
-    kept = [row for row in points if row.get(measure) is not None]
+    names = ("arm", "seed", "step", measure)
+    kept = [{name: row[name] for name in names} for row in points if row.get(measure) is not None]
     base = alt.Chart().encode(
         x=alt.X(
             "step:Q",

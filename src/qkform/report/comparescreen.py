@@ -80,6 +80,7 @@ def _pair(table: CompareTable, pair: Mapping[str, Any], *, width: int, unicode: 
         rows = [row for row in pair["rows"] if row["at"] == at]
         means = [row for row in rows if row["seed"] is None]
         yield table_of(words.moment(at, table.settings), _columns(table, rows, width), means, unicode=unicode)
+        yield from (Text(one_line(remark, 400), style="dim") for remark in words.remarks(rows, at))
 
 
 def _columns(table: CompareTable, rows: Sequence[Row], width: int) -> list[Column]:
@@ -99,7 +100,11 @@ def _columns(table: CompareTable, rows: Sequence[Row], width: int) -> list[Colum
         ),
         Column("arm", "", lambda row: sides("arm", row)),
         Column("baseline", "", lambda row: sides("baseline", row)),
-        Column("difference", "", lambda row: words.difference(row["measure"], row["difference"])),
+        Column(
+            "difference" if width >= 100 else "differs",
+            "",
+            lambda row: words.difference(row["measure"], row["difference"]),
+        ),
         Column(words.interval_name(table), "", words.interval),
     ]
     if any(is_number(row["speed_up"]) for row in rows):

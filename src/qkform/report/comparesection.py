@@ -16,6 +16,7 @@ from qkform.report.rows import text
 from qkform.report.sections import Packed
 
 CURVES = ("held_out", "symmetry", "normalised_entropy", "largest")
+POINTS = 400  # of a curve: more are not seen, and make a page heavy
 _MOMENTS = {"end": "at the end", "at_loss": "at one loss", "to_baseline": "to the baseline's loss"}
 _ARM_COLUMNS = ("held_out", "symmetry", "directionality", "normalised_entropy", "largest")
 
@@ -66,7 +67,7 @@ class CompareSection:
             {
                 "title": text(words.moment(at, self._table.settings)),
                 "lines": self._lines(pair["rows"], at),
-                "remarks": _remarks(pair["rows"], at),
+                "remarks": [text(one) for one in words.remarks(pair["rows"], at)],
             }
             for at in dict.fromkeys(row["at"] for row in pair["rows"])
         ]
@@ -177,7 +178,7 @@ def arm_colours(table: CompareTable) -> dict[str, str]:
 def curve_points(table: CompareTable) -> list[Row]:
     """The curves of every run, and behind them those of the mean over the seeds of an arm (seed None)."""
     names = ("smoothed", *MEASURES)
-    points = [{**row, "arm": text(row["arm"])} for row in table.curves]
+    points = [{**row, "arm": text(row["arm"])} for row in _thinned(table.curves)]
     steps: dict[tuple[str, Any], list[Row]] = {}
     for row in points:
         steps.setdefault((row["arm"], row["step"]), []).append(row)
@@ -191,15 +192,16 @@ def curve_points(table: CompareTable) -> list[Row]:
     return [{name: row[name] for name in ("arm", "seed", "step", *names)} for row in points]
 
 
-def _remarks(rows: Sequence[Row], at: str) -> list[str]:
-    """Why values are missing, each reason once, with the measures that it is about in front."""
-    found: dict[str, list[str]] = {}
+def _thinned(rows: Sequence[Row]) -> list[Row]:
+    """At most `POINTS` steps, spread evenly over those of the longest run, the last of every run among them."""
+    steps = sorted({row["step"] for row in rows})
+    if len(steps) <= POINTS:
+        return list(rows)
+    kept = {steps[round(i * (len(steps) - 1) / (POINTS - 1))] for i in range(POINTS)}
+    last: dict[Any, Any] = {}
     for row in rows:
-        if row["at"] == at and row["seed"] is None and row["reason"]:
-            found.setdefault(text(row["reason"]), []).append(
-                words.NAMES.get(row["measure"], text(row["measure"]))
-            )
-    return [f"{', '.join(names)}: {reason}." for reason, names in found.items()]
+        last[row["arm"], row["seed"]] = row["step"]
+    return [row for row in rows if row["step"] in kept or row["step"] == last[row["arm"], row["seed"]]]
 
 
 def _mean_and_sd(arm: Mapping[str, Any], name: str) -> str:

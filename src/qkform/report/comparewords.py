@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from qkform.comparisons import CLOCKS, PUBLISHED, CompareTable
@@ -129,6 +129,15 @@ def never(row: Row) -> str:
     """ "2 of 3 never", of the arm."""
     count = row["arm_never"]
     return f"{count} never" if is_number(count) and count > 0 else ""
+
+
+def remarks(rows: Iterable[Row], at: str) -> list[str]:
+    """Why values of means are missing, each reason once, with the measures that it is about in front."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row["at"] == at and row["seed"] is None and row["reason"]:
+            found.setdefault(str(row["reason"]), []).append(NAMES.get(row["measure"], str(row["measure"])))
+    return [f"{', '.join(names)}: {reason}" for reason, names in found.items()]
 
 
 def interval_name(table: CompareTable) -> str:

@@ -17,6 +17,7 @@ from qkform.runs.record import SCHEMA, RunRecord, check_step, from_lines
 if sys.platform != "win32":  # two writers are not told apart there
     import fcntl
 
+_BEGIN = b'{"event": "start"'
 _HELD = (errno.EAGAIN, errno.EACCES, errno.EWOULDBLOCK)
 
 
@@ -37,14 +38,14 @@ class RunWriter:
 
     @classmethod
     def new(cls, path: str | os.PathLike[str]) -> RunWriter:
-        """Begin a record at `path`. RecordError where one with a complete line is, or the place cannot be written."""
+        """Begin a record at `path`. RecordError where one with a tracked step is, or the place cannot be written."""
         file = Path(path)
         handle = _opened(file, os.O_CREAT)
         try:
-            lines = read_lines(file)
-            if lines:
+            lines, begin = read_lines(file), file.read_bytes()[: len(_BEGIN)]
+            if any(_is_step(line) for line in lines) or not _BEGIN.startswith(begin):
                 raise RecordError(_taken(file, lines))
-            os.ftruncate(handle, 0)  # what a kill left of a first line
+            os.ftruncate(handle, 0)  # what a kill left before the first step
         except BaseException:
             os.close(handle)
             raise
@@ -216,7 +217,15 @@ def _synced_folder(folder: Path) -> None:
             os.close(handle)
 
 
+def _is_step(line: Line) -> bool:
+    return "event" not in line.value
+
+
 def _taken(file: Path, lines: list[Line]) -> str:
-    steps = [line.value["step"] for line in lines if "event" not in line.value and "step" in line.value]
-    until = f"up to step {steps[-1]}" if steps else "without a tracked step"
-    return f"{file} holds a run already, {until}; resume it at the step of a checkpoint (resume=), or name another file"
+    steps = [line.value.get("step") for line in lines if _is_step(line)]
+    if not steps or lines[0].value.get("event") != "start":
+        return f"{file} is there and is no record of a run; name another file"
+    return (
+        f"{file} holds a run already, up to step {steps[-1]}; resume it at the step of a checkpoint (resume=), or "
+        "name another file"
+    )

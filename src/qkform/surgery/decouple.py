@@ -124,7 +124,8 @@ def restore(model: Any, change: Mapping[str, Any]) -> None:
 
 def start(model: Any, change: Mapping[str, Any]) -> None:
     """Give `v` its first values as a record of `decouple_` says, after `restore`. SurgeryError where it was fitted."""
-    init, seed = change.get("init"), change.get("seed", 0)
+    init: Any = change.get("init")
+    seed = change.get("seed", 0)
     if init == "fit" or init not in get_args(Init):
         fitted = (
             "was fitted to a batch of a trained model (init='fit')"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from qkform import sites
 from qkform.errors import ConfigError, LayoutError, SurgeryError
-from qkform.sites import Sites, find
+from qkform.sites import Sites
 from qkform.sites.parameters import is_module, unwrapped
 
 REMEDY = "give a transformers model, or a module that holds nn.MultiheadAttention"
@@ -51,7 +52,7 @@ def changeable(model: Any, change: str) -> Any:
 def understood(model: Any) -> Sites:
     """The attentions of a model; SurgeryError, with what to give instead, for a model of no known kind."""
     try:
-        return find(model)
+        return sites.find(model)
     except (ConfigError, LayoutError) as error:
         reason = str(error).partition(";")[0]
         raise SurgeryError(f"no attention was found in {type(model).__name__}: {reason}; {REMEDY}") from error

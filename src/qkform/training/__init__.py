@@ -12,14 +12,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qkform.training.comparing import compare as compare
     from qkform.training.experiment import Experiment as Experiment
+    from qkform.training.grid import Grid as Grid
     from qkform.training.models import build_model as build_model
+    from qkform.training.on_ray import ray_sweep as ray_sweep
     from qkform.training.running import Finished as Finished
     from qkform.training.running import run as run
+    from qkform.training.sweeping import sweep as sweep
+    from qkform.training.watch import Progress as Progress
 
 _HOME: dict[str, str] = {  # public name -> module
     "Experiment": "qkform.training.experiment",
     "Finished": "qkform.training.running",
+    "Grid": "qkform.training.grid",
+    "compare": "qkform.training.comparing",
+    "ray_sweep": "qkform.training.on_ray",
+    "sweep": "qkform.training.sweeping",
+    "Progress": "qkform.training.watch",
     "build_model": "qkform.training.models",
     "run": "qkform.training.running",
 }

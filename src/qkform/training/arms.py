@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qkform.errors import RecordError
-from qkform.training.folders import Run, differing
+from qkform.training.gathering import Run, differing
 
 # Fields of an experiment that change nothing about what is trained, or only say where it goes.
 OUTSIDE = {"seed", "track_every", "conflict", "save_every", "keep", "report_to", "out", "name"}
@@ -108,7 +108,7 @@ def apart(arm: Arm, baseline: Arm) -> tuple[str | None, str | None]:
             continue
         if loss and name == "model":
             continue
-        if top in DATA | MODEL or last in DATA | MODEL:
+        if top in DATA | MODEL:
             return _said(name, arm, baseline), loss
     return _shapes_apart(arm, baseline), loss
 

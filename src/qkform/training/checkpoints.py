@@ -18,7 +18,7 @@ from qkform.errors import TrainingError
 FACTS = "qkform.json"  # in every checkpoint: its step, its experiment, the environment, and the sizes of its files
 _NAME = re.compile(r"step-(\d+)")
 _ASIDE = ".aside-"
-_FULL = re.compile(r"No space left|os error 28|StorageFull|file write failed")
+_FULL = re.compile(r"No space left|os error 28|StorageFull|file write failed|unexpected pos")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,6 +75,7 @@ class Engine(Trainer):
         surgery.param_groups(
             model, lr=experiment.lr, qk_lr_ratio=experiment.qk_lr_ratio
         )  # splits what is fused
+        torch.manual_seed(experiment.seed + 2**32 * args.process_index)  # dropout is each process's own
         self.sharded = experiment.parallel == "fsdp" and args.world_size > 1
         if self.sharded:
             if args.should_save:
@@ -130,6 +132,14 @@ class Engine(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             states.restore_random_(self._restored, self.args.process_index)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():
+            if self.sharded:  # outputs are views of what is sharded; nothing here writes into them
+                warnings.filterwarnings(
+                    "ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning
+                )
+            return super().train(*args, **kwargs)
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # counting parameters takes longer than a small layer

@@ -111,7 +111,9 @@ class Experiment:
         "Run", "Sequences of a step, over all processes and accumulated micro-batches.", least=1
     )
     accumulation: int = option("Run", "Micro-batches of a step.", least=1)
-    seed: int = option("Run", "Of the weights, the order of the data, masks and dropout.", 0, least=0)
+    seed: int = option(
+        "Run", "Of the weights, the order of the data, masks and dropout.", 0, least=0, most=2**32 - 1
+    )
     precision: Literal["fp32", "bf16", "fp16"] = option("Run", "Type of the products; fp16 needs a GPU.")
     parallel: Literal["ddp", "fsdp"] = option(
         "Run", "With several processes: copies of the model, or shards of it.", "ddp"

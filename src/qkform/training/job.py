@@ -16,15 +16,16 @@ from qkform.errors import ExperimentError, RecordError
 from qkform.records import write_whole
 from qkform.runs import NAME, RunRecord
 from qkform.training.experiment import Experiment
-from qkform.training.folders import BROKE, FINISHED
+from qkform.training.gathering import BROKE, FINISHED
 from qkform.training.grid import Planned
 
 EXPERIMENT, MODEL = "experiment.yaml", "model"
 GRACE_SECONDS = 120  # that a run has to save a checkpoint when it is asked to stop
 _LOOK_SECONDS = 0.1
 _LAST_LINES, _LAST_BYTES = 5, 4096
-State = Literal["new", "begun", "finished"]
+State = Literal["new", "begun", "finished"]  # of a listing also "running"
 Say = Callable[[str], None]
+Stop = Callable[[], int]  # 0: go on; 1: end with a checkpoint; 2: end at once
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Job:
 class Outcome:
     """How a run of a sweep ended, or where it stands.
 
-    state     "finished", "failed" or "interrupted"; of a listing "new", "begun" or "finished"
+    state     "finished", "failed" or "interrupted"; of a listing "new", "running", "begun" or "finished"
     attempts  processes that were started for it; 0 for one that was finished before
     step, held_out   of the last line of its record
     message   what failed, with the last lines of its log
@@ -104,6 +105,20 @@ def ending(job: Job) -> str | None:
     return None if record is None or record.end is None else str(record.end.get("reason"))
 
 
+def is_running(job: Job) -> bool:
+    """Whether a process that a sweep started for this run lives."""
+    try:
+        import fcntl
+
+        with job.lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError):
+        return False
+    return False
+
+
 def outcome(job: Job, state: str, **more: Any) -> Outcome:
     """An outcome with what the record says last."""
     record = _record(job)
@@ -127,14 +142,14 @@ def execute(
     *,
     environment: Mapping[str, str],
     retries: int = 1,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Stop = lambda: 0,
     say: Say = lambda _: None,
 ) -> Outcome:
     """Bring a run to its end: `command` EXPERIMENT.yaml --out FOLDER [--resume], again where it fails.
 
     A run that is finished is left as it is. One that another process still trains, left over by a sweep that was
     killed, is waited for. When `stop` says so, or an exception comes, the process is asked to end as by Ctrl-C, and
-    ended after `GRACE_SECONDS`.
+    made to after `GRACE_SECONDS`, or at once where `stop` says that.
     """
     job.folder.parent.mkdir(parents=True, exist_ok=True)
     with _held(job, stop, say) as handle:
@@ -164,7 +179,7 @@ def _doing(job: Job) -> str:
 
 
 def _run(
-    job: Job, command: Sequence[str], environment: Mapping[str, str], handle: int, stop: Callable[[], bool]
+    job: Job, command: Sequence[str], environment: Mapping[str, str], handle: int, stop: Stop
 ) -> tuple[int, bool]:
     """Exit code of one process, and whether it was asked to stop."""
     text = job.yaml
@@ -189,24 +204,32 @@ def _run(
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(_LOOK_SECONDS), False
             if stop():
-                return _ended(process), True
+                return _ended(process, stop), True
     except BaseException:
-        _ended(process)
+        _ended(process, stop)
         raise
 
 
-def _ended(process: subprocess.Popen[bytes]) -> int:
+def _ended(process: subprocess.Popen[bytes], stop: Stop) -> int:
     """Exit code of a process that is asked to end, and made to after a while."""
-    for number, seconds in ((signal.SIGINT, GRACE_SECONDS), (signal.SIGTERM, 10), (signal.SIGKILL, None)):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(seconds)
+    for number, seconds in ((signal.SIGINT, GRACE_SECONDS), (signal.SIGTERM, 10)):
+        _signalled(process, number)
+        last = time.monotonic() + seconds
+        while time.monotonic() < last and stop() < 2:
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(_LOOK_SECONDS)
+    _signalled(process, signal.SIGKILL)
     return process.wait()
 
 
+def _signalled(process: subprocess.Popen[bytes], number: int) -> None:
+    """A signal to a process and those that it started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
 @contextmanager
-def _held(job: Job, stop: Callable[[], bool], say: Say) -> Iterator[int | None]:
+def _held(job: Job, stop: Stop, say: Say) -> Iterator[int | None]:
     """The lock of a run as an open file; None: another process had it until `stop`; -1: there are no locks here."""
     try:
         import fcntl

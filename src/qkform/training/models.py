@@ -52,18 +52,19 @@ def change_(model: Any, experiment: Experiment) -> None:
 
 
 def model_config(experiment: Experiment, tokenizer: Any) -> Any:
-    """The config of transformers that the experiment describes."""
+    """The config of transformers that the experiment describes; without a tokenizer, to see whether there is one."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    kind, overrides = experiment.model, experiment.model_config
+    kind = experiment.model
     if kind not in CONFIG_MAPPING:
         close = difflib.get_close_matches(kind, list(CONFIG_MAPPING), 3)
         raise ExperimentError(
             f"model: transformers has no model type {kind!r:.60}"
             + (f"; did you mean {' or '.join(close)}?" if close else "")
         )
-    _refuse_unknown(experiment, CONFIG_MAPPING[kind])
-    values: dict[str, Any] = {f"{name}_token_id": None for name in _SPECIAL} | special_ids(tokenizer)
+    overrides = _overrides(experiment, CONFIG_MAPPING[kind])
+    values: dict[str, Any] = {f"{name}_token_id": None for name in _SPECIAL}
+    values |= special_ids(tokenizer) if tokenizer is not None else {}
     if experiment.objective == "clm" and hasattr(CONFIG_MAPPING[kind](), "is_decoder"):
         values["is_decoder"] = True
     try:
@@ -75,6 +76,11 @@ def model_config(experiment: Experiment, tokenizer: Any) -> Any:
             setattr(config, name, 0.0)
     _refuse_small(experiment, config, tokenizer)
     return config
+
+
+def check(experiment: Experiment) -> None:
+    """What can be said of the model before there is any data: ExperimentError as from `build_model`."""
+    model_class(experiment, model_config(experiment, None))
 
 
 def model_class(experiment: Experiment, config: Any) -> Any:
@@ -96,7 +102,8 @@ def model_class(experiment: Experiment, config: Any) -> Any:
     return auto
 
 
-def _refuse_unknown(experiment: Experiment, config_class: Any) -> None:
+def _overrides(experiment: Experiment, config_class: Any) -> dict[str, Any]:
+    """What the config of this type knows of the preset's sizes, and `config`; ExperimentError if it knows not all."""
     standard = config_class()
     ours = {name for preset in PRESETS.values() for name in preset.config.get(experiment.model, {})}
     known = ours | {name for name in dir(standard) if not name.startswith("_")}
@@ -108,6 +115,11 @@ def _refuse_unknown(experiment: Experiment, config_class: Any) -> None:
                 f"config: a {experiment.model} has no {name!r}"
                 + (f"; did you mean {close[0]}?" if close else "")
             )
+    native = getattr(
+        config_class, "attribute_map", {}
+    )  # hidden_size -> n_embd: one name, so that `config` wins
+    given = {name: value for name, value in experiment.model_config.items() if name in known}
+    return {native.get(name, name): value for name, value in given.items()}
 
 
 def _refuse_small(experiment: Experiment, config: Any, tokenizer: Any) -> None:
@@ -117,7 +129,7 @@ def _refuse_small(experiment: Experiment, config: Any, tokenizer: Any) -> None:
             f"seq_len: {experiment.seq_len}, and max_position_embeddings of the model is {room}; give shorter "
             f"sequences, or config max_position_embeddings={experiment.seq_len}"
         )
-    if config.vocab_size < len(tokenizer):
+    if tokenizer is not None and config.vocab_size < len(tokenizer):
         raise ExperimentError(
             f"config: vocab_size is {config.vocab_size}, and the tokenizer has {len(tokenizer)} tokens; leave "
             "vocab_size away and it will fit, or name the tokenizer that the model is for"

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qkform.errors import DataError
-from qkform.training.data.vocabulary import name_of, separator_id
+from qkform.training.data.vocabulary import name_of, separator_id, size_of
 
 IGNORED = -100  # transformers' and torch's label for "does not count"
 
@@ -56,7 +56,7 @@ def objective(
             f"the tokenizer {name_of(tokenizer)} has no mask token, which mlm needs; give it one with "
             "tokenizer.add_special_tokens({'mask_token': ...}), or train clm"
         )
-    return MaskedTokens(tokenizer.mask_token_id, specials, len(tokenizer), mask_rate, shares)
+    return MaskedTokens(tokenizer.mask_token_id, specials, size_of(tokenizer), mask_rate, shares)
 
 
 @dataclass(frozen=True)

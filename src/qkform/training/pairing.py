@@ -59,9 +59,10 @@ def mean_row(rows: Sequence[Row]) -> Row:
     out: Row = dict.fromkeys(PAIR_COLUMNS)
     out |= {"at": first["at"], "measure": first["measure"], "n": len(both)}
     out |= {f"{side}_never": count for side, count in never.items()}
-    reasons = _never_words(never, len(rows))
+    reasons = _never_words(never, len(rows), first["measure"])
     if first["measure"] in (*CLOCKS, PUBLISHED) and any(never.values()):
-        reasons.append("no mean, since that of the others would flatter it")
+        if both:
+            reasons.append("no mean, since that of the others would flatter it")
         for side in ("arm", "baseline"):  # the side that always gets there has one
             found = [row[f"{side}_value"] for row in rows]
             out[f"{side}_value"] = None if None in found else fmean(found)
@@ -70,7 +71,9 @@ def mean_row(rows: Sequence[Row]) -> Row:
             out[name] = fmean(row[name] for row in both)
         out["low"], out["high"] = _both(interval([row["difference"] for row in both]))
         ratios = [math.log(row["speed_up"]) for row in both if row["speed_up"] is not None]
-        if ratios and len(ratios) == len(both):
+        if len(ratios) < len(both) and first["measure"] in CLOCKS:
+            reasons.append("no ratio: a loss that is reached at the start of a run takes no time")
+        elif ratios:
             out["speed_up"] = math.exp(fmean(ratios))
             ends = interval(ratios)
             out["speed_up_low"], out["speed_up_high"] = _both(ends and (math.exp(ends[0]), math.exp(ends[1])))
@@ -105,12 +108,16 @@ def spread(values: Sequence[float]) -> dict[str, float | None]:
     return {"mean": fmean(values), "sd": sd}
 
 
-def _never_words(never: Mapping[str, int], of: int) -> list[str]:
-    return [
-        f"{'the arm' if side == 'arm' else 'the baseline'} never gets there in {count} of {_seeds(of)}"
-        for side, count in never.items()
-        if count
-    ]
+def _never_words(never: Mapping[str, int], of: int, measure: str) -> list[str]:
+    last = {"arm": "the baseline's last loss", "baseline": "its own last loss"}
+    found = []
+    for side, count in never.items():
+        if count:
+            what = f"is never below {last[side]}" if measure == PUBLISHED else "never gets there"
+            found.append(f"the {side} {what} in {count} of {_seeds(of)}")
+    if found and measure == PUBLISHED:
+        found.append("for never, the published notebook prints 100 %")
+    return found
 
 
 def _seeds(count: int) -> str:

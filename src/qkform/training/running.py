@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkform.errors import MissingExtra, QKFormError, TrainingError
+from qkform.errors import ExperimentError, MissingExtra, QKFormError, TrainingError
 from qkform.training import checkpoints, folder
 from qkform.training.checkpoints import Checkpoint
 from qkform.training.experiment import Experiment
@@ -58,8 +58,8 @@ def run(
     say        called with messages for a person, on the first process
     progress   called with `Progress` after every step, on the first process
 
-    Under torchrun every process calls it. The first Ctrl-C (or SIGTERM) saves a checkpoint after the step that runs and
-    raises KeyboardInterrupt; a second one raises it at once.
+    Under torchrun every process calls it. While it trains, in the main thread, the first Ctrl-C (or SIGTERM) saves a
+    checkpoint after the step that runs and raises KeyboardInterrupt; a second one raises it at once.
 
     TrainingError, ExperimentError and the errors of the data name what was found and what would work; whatever
     happens, what was saved stays whole.
@@ -76,8 +76,7 @@ def run(
             return folder.claim(where, experiment, resume)
 
         point = _agreed(args, claim)
-        with _stopping() as asked:
-            return _trained(experiment, where, args, point, resume, asked, tell, progress if first else None)
+        return _trained(experiment, where, args, point, resume, tell, progress if first else None)
 
 
 def _arguments(experiment: Experiment, out: Path) -> Any:
@@ -138,13 +137,13 @@ def _trained(
     args: Any,
     point: Checkpoint | None,
     resume: bool,
-    asked_to_stop: Callable[[], bool],
     tell: Say,
     progress: Callable[[Progress], None] | None,
 ) -> Finished:
     from qkform.dynamics.environment import changed, environment
-    from qkform.training.models import build_model
+    from qkform.training.models import build_model, check
 
+    check(experiment)
     tokenizer, batches = _data(experiment, tell)
     unigram = batches.tokens.unigram(experiment.objective).held_out
     tell(
@@ -172,15 +171,15 @@ def _trained(
             if args.process_index == 0 and not (out / folder.MODEL).exists():
                 _save(model, tokenizer, out)
             return _finished(out, point.step, point.facts["reason"], point.facts, unigram, tell)
-        if (difference := changed(point.facts["environment"], now)) is not None:
-            tell(f"not exact: {difference}; going on from step {point.step}, as near as that allows")
+        difference = changed(point.facts["environment"], now)
+        tell(f"not exact: {difference}" if difference is not None else "everything is as it was: exact")
+        tell(f"going on from step {point.step}")
+    watch = _watch(experiment, out, args, point, model, tokenizer, batches, facts, unigram, progress)
     if args.process_index == 0:
         folder.begin(out, experiment, point)
-    watch = _watch(
-        experiment, out, args, point, model, tokenizer, batches, facts, unigram, asked_to_stop, progress
-    )
     try:
-        watch.engine.train(resume_from_checkpoint=str(point.path) if point else None)
+        with _stopping() as watch.asked_to_stop:
+            watch.engine.train(resume_from_checkpoint=str(point.path) if point else None)
         whole = watch.engine.whole_model()
     except BaseException as error:
         watch.broke(error)
@@ -228,7 +227,6 @@ def _watch(
     batches: Any,
     facts: dict[str, Any],
     unigram: float,
-    asked_to_stop: Callable[[], bool],
     progress: Callable[[Progress], None] | None,
 ) -> Any:
     """Engine and tracker, and what ties them together."""
@@ -236,7 +234,12 @@ def _watch(
     from qkform.training.engine import Engine
     from qkform.training.watch import Watch
 
-    engine = Engine(experiment, model, batches, args)
+    try:
+        engine = Engine(experiment, model, batches, args)
+    except (ImportError, RuntimeError, ValueError) as error:
+        if isinstance(error, QKFormError) or not experiment.report_to:
+            raise
+        raise ExperimentError(f"report_to: {error}") from error
     tracker = Tracker(
         engine.model,
         every=experiment.track_every,
@@ -255,7 +258,7 @@ def _watch(
         "skipped": batches.tokens.info.get("skipped", {}),
         "unigram": unigram,
     }
-    watch = Watch(engine, tracker, out, facts, data, tokenizer, asked_to_stop, progress)
+    watch = Watch(engine, tracker, out, facts, data, tokenizer, progress)
     if point is not None:
         tracker.load_state_dict(point.facts["tracker"])
         watch.held_out, watch.best = point.facts["held_out"], point.facts["best"]

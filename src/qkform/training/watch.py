@@ -49,12 +49,12 @@ class Watch(TrainerCallback):
         facts: dict[str, Any],
         data: dict[str, Any],
         tokenizer: Any,
-        asked_to_stop: Callable[[], bool],
         progress: Callable[[Progress], None] | None,
     ) -> None:
         self.engine, self.tracker, self.folder = engine, tracker, folder
         self.facts, self.data, self.tokenizer = facts, data, tokenizer
-        self.asked_to_stop, self.progress = asked_to_stop, progress
+        self.progress = progress
+        self.asked_to_stop: Callable[[], bool] = lambda: False
         self.reason: str | None = None  # why training ended before its last step
         self.held_out: float | None = None
         self.best: float | None = None  # lowest held-out loss that was measured

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkform.training.data.batches import Batches as Batches
-    from qkform.training.data.cache import Tokens as Tokens
     from qkform.training.data.cache import prepare as prepare
     from qkform.training.data.documents import Corpus as Corpus
     from qkform.training.data.documents import Piece as Piece
     from qkform.training.data.documents import Skipped as Skipped
     from qkform.training.data.order import Order as Order
     from qkform.training.data.sources import corpus as corpus
+    from qkform.training.data.tokens import Tokens as Tokens
     from qkform.training.data.vocabulary import special_ids as special_ids
     from qkform.training.data.vocabulary import tokenizer as tokenizer
 
@@ -32,7 +32,7 @@ _HOME: dict[str, str] = {  # public name -> module
     "Order": "qkform.training.data.order",
     "Piece": "qkform.training.data.documents",
     "Skipped": "qkform.training.data.documents",
-    "Tokens": "qkform.training.data.cache",
+    "Tokens": "qkform.training.data.tokens",
     "corpus": "qkform.training.data.sources",
     "prepare": "qkform.training.data.cache",
     "special_ids": "qkform.training.data.vocabulary",

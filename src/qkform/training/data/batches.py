@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qkform.errors import DataError
-from qkform.training.data.cache import Tokens
-from qkform.training.data.order import Order
+from qkform.training.data.order import Order, permutation
+from qkform.training.data.tokens import Tokens
 from qkform.training.draws import HELD_OUT, TRAINING, draws
 
 if TYPE_CHECKING:
@@ -51,15 +51,17 @@ class Batches:
     def held_out(
         self, batch: int = 64, limit: int | None = None, rank: int = 0, world_size: int = 1
     ) -> Iterator[Batch]:
-        """The held-out sequences (the first `limit`), in fixed batches with fixed masks: no seed decides anything.
+        """The held-out sequences, in a fixed order with fixed masks: no seed decides anything.
 
-        Batch i goes to process i % world_size. The last one may be smaller.
+        The order is mixed, so that the first `limit` come from all of the held-out text. Batch i goes to process
+        i % world_size; the last one may be smaller.
         """
         if batch < 1 or (limit is not None and limit < 1):
             raise DataError(f"batches of {batch}, at most {limit} sequences: both are at least 1")
         stop = len(self.tokens.held_out) if limit is None else min(limit, len(self.tokens.held_out))
         for first in range(rank * batch, stop, batch * world_size):
-            ids = self.tokens.held_out[first : min(first + batch, stop)].astype(np.int64)
+            rows = permutation(len(self.tokens.held_out), 0, 0)[first : min(first + batch, stop)]
+            ids = self.tokens.held_out[rows].astype(np.int64)
             yield self._tensors(ids, (HELD_OUT, 0, 0), first)
 
     def _tensors(self, ids: Any, key: tuple[int, int, int], first_row: int) -> Batch:

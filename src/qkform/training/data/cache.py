@@ -17,9 +17,8 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,103 +30,17 @@ from qkform.cache import cache_folder
 from qkform.errors import DataError
 from qkform.training.data import split as splitting
 from qkform.training.data.documents import Corpus, Piece, Skipped
-from qkform.training.data.unigram import Unigram
-from qkform.training.data.vocabulary import encoder, fingerprint, name_of, separator_id
+from qkform.training.data.tokens import Tokens
+from qkform.training.data.vocabulary import encoder, fingerprint, name_of, separator_id, size_of
 from qkform.training.data.writing import published, said_plainly
 
 FORMAT = 1
 BATCH_CHARACTERS = 2**22  # encoded at a time
 BATCH_PIECES = 4096
 BLOCK = 2**22  # tokens copied at a time
-
-PARTS = {  # of the key, as a person calls them
-    "corpus": "the text",
-    "tokenizer": "the tokenizer",
-    "held_out": "the share of held-out text",
-}
+TOLD_CHARACTERS = 2**26  # between two words of progress
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, eq=False)
-class Tokens:
-    """Packed sequences of a corpus, in two parts that are fixed: what is trained on and what is held out."""
-
-    folder: Path
-    key: str
-    seq_len: int
-    manifest: Mapping[str, Any]
-
-    @cached_property
-    def train(self) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """(n_sequences, seq_len), read from the disk as it is touched."""
-        return self._part("train")
-
-    @cached_property
-    def held_out(self) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """(held_out_sequences, seq_len)."""
-        return self._part("held_out")
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.manifest["vocab_size"])
-
-    def unigram(self, objective: str = "mlm") -> Unigram:
-        """What a model knows that knows only how frequent tokens are: the plateau of a run that learns nothing more.
-
-        For mlm without the special tokens, which are never masked.
-        """
-        counts = np.load(self.folder / "counts.npy")
-        if objective == "mlm":
-            counts[:, list(self.manifest["specials"])] = 0
-        return Unigram(counts[0], counts[1])
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """Sizes and provenance, as JSON."""
-        unigram = self.unigram("clm")
-        return {
-            "key": self.key,
-            "seq_len": self.seq_len,
-            "n_sequences": len(self.train),
-            "held_out_sequences": len(self.held_out),
-            "unigram_entropy": unigram.entropy,
-            "held_out_unigram": unigram.held_out,
-            **{name: value for name, value in self.manifest.items() if name not in ("files", "specials")},
-        }
-
-    def check_vocabulary(self, vocab_size: int, model: str = "the model") -> None:
-        """DataError when the tokenizer has ids for which the model has no embedding."""
-        if self.vocab_size > vocab_size:
-            raise DataError(
-                f"the tokenizer {self.manifest['tokenizer']} has {self.vocab_size} tokens and {model} has room for "
-                f"vocab_size={vocab_size}; give the model vocab_size={self.vocab_size} or more, "
-                "or take its own tokenizer"
-            )
-
-    def check_same(self, info: Mapping[str, Any], since: str = "this run began") -> None:
-        """DataError when these are not the tokens of `info`, naming what is different."""
-        if info.get("key") == self.key and info.get("seq_len") == self.seq_len:
-            return
-        old, new = info.get("made_of", {}), self.manifest["made_of"]
-        changed = [what for part, what in PARTS.items() if old.get(part) != new[part]]
-        if info.get("seq_len") != self.seq_len:
-            changed.append("the length of sequences")
-        raise DataError(
-            f"{self.manifest['corpus']}: {' and '.join(changed) or 'the way tokens are kept'} "
-            f"{'have' if len(changed) > 1 else 'has'} changed since {since}; "
-            "go on with the old text, tokenizer and settings, or begin a run of its own"
-        )
-
-    def _part(self, name: str) -> npt.NDArray[np.unsignedinteger[Any]]:
-        count = int(self.manifest["n_tokens" if name == "train" else "held_out_tokens"]) // self.seq_len
-        if count == 0:
-            return np.zeros((0, self.seq_len), self.manifest["dtype"])
-        shape = (count, self.seq_len)
-        return np.memmap(self.folder / f"{name}.bin", self.manifest["dtype"], "r", shape=shape)
-
-    def __reduce__(self) -> Any:
-        return Tokens, (self.folder, self.key, self.seq_len, self.manifest)
 
 
 def prepare(
@@ -168,8 +81,9 @@ def prepare(
                     if folder.exists():
                         say(f"the tokens in {folder} are damaged; making them again")
                     say(f"tokenizing {corpus.name}")
-                    manifest = _made(folder, corpus, tokenizer, identity, made_of)
-    tokens = Tokens(folder, key, seq_len, manifest)
+                    manifest = _made(folder, corpus, tokenizer, identity, made_of, say)
+    names = {"corpus": corpus.name, "tokenizer": name_of(tokenizer)}  # as they are called now
+    tokens = Tokens(folder, key, seq_len, manifest | names)
     _enough(tokens, corpus.name, held_out)
     return tokens
 
@@ -184,31 +98,36 @@ def _enough(tokens: Tokens, name: str, share: float) -> None:
             )
 
 
-def _locked(path: Path, say: Progress) -> FileLock:
-    """The lock, entered; says so when it has to wait."""
+def _locked(path: Path, say: Progress) -> AbstractContextManager[Any]:
+    """The lock, taken, to be let go at the end of a `with`; says so when it has to wait."""
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except Timeout:
         say("another process is making these tokens; waiting for it")
-        lock.acquire()
-    return lock
+        return lock.acquire()
 
 
 # ---- making
 
 
 def _made(
-    folder: Path, corpus: Corpus, tokenizer: Any, identity: dict[str, Any], made_of: dict[str, Any]
+    folder: Path,
+    corpus: Corpus,
+    tokenizer: Any,
+    identity: dict[str, Any],
+    made_of: dict[str, Any],
+    say: Progress,
 ) -> dict[str, Any]:
-    size = len(tokenizer)
+    size = size_of(tokenizer)
     dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
     skipped = Skipped()
     separator = separator_id(tokenizer)
     with published(folder) as work:
         stream = work / "all.bin"
         with stream.open("wb") as out:
-            lengths, hashes = _encode(corpus.pieces(skipped), tokenizer, separator, dtype, out)
+            pieces = _told(corpus.pieces(skipped), corpus.name, say)
+            lengths, hashes = _encode(pieces, tokenizer, separator, dtype, out)
         parts = splitting.split(lengths, hashes, made_of["held_out"])
         counts = np.zeros((2, size), np.int64)
         files = _divide(stream, work, parts, dtype, separator, counts)
@@ -267,6 +186,17 @@ def _encode(
             out.write(np.asarray(ids, dtype).tobytes())
     close()
     return np.frombuffer(lengths, np.int64), np.frombuffer(hashes, np.uint64)
+
+
+def _told(pieces: Iterator[Piece], name: str, say: Progress) -> Iterator[Piece]:
+    """The pieces, and a word at every TOLD_CHARACTERS of them."""
+    characters, told = 0, TOLD_CHARACTERS
+    for piece in pieces:
+        yield piece
+        characters += len(piece.text)
+        if characters >= told:
+            say(f"tokenizing {name}: {characters / 1e6:,.0f} million characters")
+            told = characters + TOLD_CHARACTERS
 
 
 def _batched(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

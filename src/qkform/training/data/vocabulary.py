@@ -28,6 +28,7 @@ SPECIALS = {
     "mask_token": "[MASK]",
 }
 TEXT_LIMIT = 2**27  # characters of the corpus that a tokenizer is trained on, at most
+SUMS = "sha256.json"  # beside the tokenizer's files: what they were when they were written
 _FORMAT = 1
 
 Progress = Callable[[str], None]
@@ -54,13 +55,14 @@ def tokenizer(
     if not len(SPECIALS) < vocab_size <= 2**24:
         raise DataError(f"vocab_size={vocab_size}: at least 300 is useful, at most {2**24} possible")
     tokenizers = imported("tokenizers", "a tokenizer")
+    identity = corpus.identity()
     settings = {
         "format": _FORMAT,
         "tokenizers": tokenizers.__version__,
         "vocab_size": vocab_size,
         "specials": SPECIALS,
         "text_limit": TEXT_LIMIT,
-        "corpus": corpus.identity(),
+        "corpus": identity,
     }
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     shelf = (cache_folder() if cache is None else cache).absolute() / "tokenizers"
@@ -68,10 +70,10 @@ def tokenizer(
         shelf.mkdir(parents=True, exist_ok=True)
         with FileLock(shelf / f"{key}.lock"):
             folder = shelf / key
-            if not (folder / "tokenizer.json").exists():
+            if not _is_whole(folder):
                 if on_progress:
                     on_progress(f"training a tokenizer of {vocab_size} tokens on {corpus.name}")
-                _train(corpus, vocab_size, folder)
+                _train(corpus, identity, vocab_size, folder)
     found = _named(str(folder))
     found.name_or_path = f"trained on {corpus.name}"  # not where this machine keeps it
     return found
@@ -83,7 +85,7 @@ def special_ids(tokenizer: Any) -> dict[str, int]:
     A beginning that it does not have is its [CLS], an end its [SEP].
     """
     ids = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": size_of(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": _first(tokenizer.bos_token_id, tokenizer.cls_token_id),
         "eos_token_id": _first(tokenizer.eos_token_id, tokenizer.sep_token_id),
@@ -92,6 +94,11 @@ def special_ids(tokenizer: Any) -> dict[str, int]:
         "mask_token_id": tokenizer.mask_token_id,
     }
     return {name: value for name, value in ids.items() if value is not None}
+
+
+def size_of(tokenizer: Any) -> int:
+    """The room that its ids need: one more than the largest. Some tokenizers number with gaps."""
+    return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
 
 
 def separator_id(tokenizer: Any) -> int:
@@ -146,7 +153,7 @@ def _named(name: str) -> Any:
     transformers = imported("transformers", "a tokenizer")
     try:
         return transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except Exception as error:  # tokenizers raises no other for a broken file
         said = " ".join(str(error).split())[:300]
         raise DataError(f"no tokenizer in {name!r}: {said}; pass a folder, a hub id, or 'trained'") from None
 
@@ -160,7 +167,7 @@ def _texts(corpus: Corpus) -> Iterator[str]:
             return
 
 
-def _train(corpus: Corpus, vocab_size: int, folder: Path) -> None:
+def _train(corpus: Corpus, identity: dict[str, Any], vocab_size: int, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     backend = _merges(_texts(corpus), vocab_size)
@@ -173,8 +180,24 @@ def _train(corpus: Corpus, vocab_size: int, folder: Path) -> None:
             f"{len(SPECIALS)} special tokens make {have} tokens before any are merged; ask for more"
         )
     trained = PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIALS)  # type: ignore[no-untyped-call]
+    if corpus.identity() != identity:
+        raise DataError(f"{corpus.name} changed while it was read; nothing was kept, run it again")
     with published(folder) as work:
         trained.save_pretrained(work)
+        (work / SUMS).write_text(json.dumps(_sums(work)), encoding="utf-8")
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.iterdir() if path.name != SUMS)
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the files of a tokenizer that was kept are those that were written."""
+    try:
+        return bool(json.loads((folder / SUMS).read_bytes()) == _sums(folder))
+    except (OSError, ValueError):
+        return False
 
 
 def _merges(texts: Iterator[str], vocab_size: int) -> Any:

@@ -10,12 +10,19 @@ from typing import Any
 from qkform.comparisons import CLOCKS, MEASURES, PUBLISHED, CompareTable
 from qkform.errors import RecordError
 from qkform.records import Row
-from qkform.training import folders, pairing, reach
+from qkform.training import gathering, pairing, reach
 from qkform.training.arms import Arm, apart, arms_of, baseline_of
-from qkform.training.folders import BROKE, FINISHED, Run, differing
+from qkform.training.gathering import BROKE, FINISHED, Run, differing
 from qkform.training.pairing import Value
 from qkform.training.reach import Curve
 
+_MACHINE = (
+    "processor",
+    "device",
+    "threads",
+    "world_size",
+    "torch",
+)  # of the environment: what a second depends on
 _OF_LOSS = ("loss", "held_out")  # what another objective makes incomparable
 
 
@@ -52,7 +59,7 @@ def compare(
     if window < 1:
         raise RecordError(f"a running median over {window} tracked steps is none; expected 1 or more")
     notes: list[str] = []
-    runs = list(_usable([folders.load(path) for path in folders.find(paths)], notes))
+    runs = list(_usable([gathering.load(path) for path in gathering.find(paths)], notes))
     if not runs:
         raise RecordError("no run is finished, or none says what it trained: " + "; ".join(notes))
     arms = arms_of(runs)
@@ -110,6 +117,10 @@ def _tell(run: Run, window: int, notes: list[str]) -> _Told:
     if run.ending == BROKE:
         broke = f"it ended at step {run.last_step}: {run.ending}"
         notes.append(f"{run.path}: {broke}; it has no values at its end, and times count as never")
+    if inexact := [event for event in run.record.events if event.get("exact") is False]:
+        notes.append(
+            f"{run.path}: resumed, and not exactly: {inexact[-1].get('reason') or 'no reason recorded'}"
+        )
     told = _Told(run, curve, broke)
     if not told.held_out:
         notes.append(f"{run.path}: its record has no held-out loss")
@@ -165,6 +176,14 @@ def _pair(
     if probes:
         listed = ", ".join(map(str, probes))
         notes.append(f"{arm.name}: entropy was measured on another probe than the baseline's, seed {listed}")
+    others = [
+        name for name in _MACHINE if any(_environment(a, name) != _environment(b, name) for _, a, b in two)
+    ]
+    if others:
+        notes.append(
+            f"{arm.name} and {baseline.name} were not trained with the same {', '.join(others)}: "
+            "their seconds say little"
+        )
     if two:
         pair["rows"] = list(_rows(two, loss, no_loss))
     return pair
@@ -256,6 +275,10 @@ def _curves(arms: Sequence[Arm], told: Mapping[Any, _Told]) -> Iterator[Row]:
                     "smoothed": curve.smoothed[i],
                     **{name: column[i] for name, column in curve.values.items()},
                 }
+
+
+def _environment(told: _Told, name: str) -> Any:
+    return (told.run.record.start.get("environment") or {}).get(name)
 
 
 def _probe(told: _Told) -> Any:

@@ -17,7 +17,7 @@ from qkform.errors import ExperimentError, MissingExtra, TrainingError
 from qkform.training import job as jobs
 from qkform.training.grid import Grid
 from qkform.training.job import Job, Outcome, Say
-from qkform.training.sweep import COMMAND, held, planned, stopped, surroundings, told
+from qkform.training.sweeping import COMMAND, held, planned, stopped, surroundings, told
 
 _LOOK_SECONDS = 0.5
 _PATIENCE_SECONDS = 10
@@ -32,7 +32,7 @@ def ray_sweep(
     threads: int | None = None,
     gpus: float = 0,
     retries: int = 1,
-    command: Sequence[str] = COMMAND,
+    command: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
     say: Say = lambda _: None,
 ) -> list[Outcome]:
@@ -42,7 +42,7 @@ def ray_sweep(
     threads   of a run, and the CPUs that it asks the cluster for; CPUs divided by workers unless given
     gpus      that a run asks for
     retries   how often a run that fails is tried again, and how often a task whose node or worker is lost
-    The others are those of `qkform.training.sweep.sweep`, and so is what is on disk: a sweep that began on one machine
+    The others are those of `sweep`, and so is what is on disk: a sweep that began on one machine
     goes on on a cluster. `out` must be the same folder on every node, with locks that hold between them.
 
     Raises MissingExtra without Ray, TrainingError where there is no cluster; else what `sweep` raises.
@@ -59,7 +59,7 @@ def ray_sweep(
         task = ray.remote(num_cpus=share, num_gpus=gpus, max_retries=retries)(_task)
         more = dict(environment) if environment is not None else None
         with held(Path(out)), stopped():
-            return _all_of(ray, task, found, (tuple(command), share, retries, more), workers, say)
+            return _all_of(ray, task, found, (command and tuple(command), share, retries, more), workers, say)
     finally:
         if own:
             ray.shutdown()
@@ -90,10 +90,12 @@ def _all_of(
 
 
 def _task(
-    job: Job, command: Sequence[str], threads: int, retries: int, environment: Mapping[str, str] | None
+    job: Job, command: Sequence[str] | None, threads: int, retries: int, environment: Mapping[str, str] | None
 ) -> Outcome:
     """What a worker does: one run, in the environment of its node."""
-    return jobs.execute(job, command, environment=surroundings(environment, threads, None), retries=retries)
+    return jobs.execute(
+        job, command or COMMAND, environment=surroundings(environment, threads, None), retries=retries
+    )
 
 
 def _outcome(ray: Any, reference: Any, job: Job) -> Outcome:

@@ -32,7 +32,10 @@ def planned(grid: Grid, out: str | os.PathLike[str]) -> list[Job]:
 
 def listing(grid: Grid, out: str | os.PathLike[str]) -> list[Outcome]:
     """Where every run of a grid stands; nothing is started or written."""
-    return [jobs.outcome(one, jobs.state(one)) for one in planned(grid, out)]
+    return [
+        jobs.outcome(one, "running" if jobs.is_running(one) else jobs.state(one))
+        for one in planned(grid, out)
+    ]
 
 
 def sweep(
@@ -57,7 +60,8 @@ def sweep(
     say          called with a line for a person when a run begins, ends or fails
 
     A run that is finished does not run again; a sweep that was killed goes on where its runs are. Ctrl-C, SIGTERM or a
-    closed terminal ends the runs as Ctrl-C does, each with a checkpoint, and raises KeyboardInterrupt.
+    closed terminal ends the runs as Ctrl-C does, each with a checkpoint, and raises KeyboardInterrupt; a second one
+    ends them at once.
 
     Raises ExperimentError before anything is started where a run cannot be or its folder holds another experiment, and
     TrainingError where another sweep works in `out`.
@@ -80,7 +84,7 @@ def sweep(
                         command,
                         environment=surroundings(environment, share, device),
                         retries=retries,
-                        stop=stop.is_set,
+                        stop=lambda: stop.level,
                         say=say,
                     ),
                     say,
@@ -91,7 +95,13 @@ def sweep(
         return _all_of([pool.submit(one, job) for job in found], stop, say)
 
 
-def _all_of(futures: Sequence[Future[Outcome]], stop: threading.Event, say: Say) -> list[Outcome]:
+class _Stop:
+    """How the runs are to end: 0 not at all, 1 with a checkpoint, 2 at once."""
+
+    level = 0
+
+
+def _all_of(futures: Sequence[Future[Outcome]], stop: _Stop, say: Say) -> list[Outcome]:
     waiting = set(futures)
     try:
         while waiting:
@@ -99,10 +109,14 @@ def _all_of(futures: Sequence[Future[Outcome]], stop: threading.Event, say: Say)
             for future in done:
                 future.result()  # a fault of ours ends the sweep
     except BaseException as error:
-        stop.set()
+        stop.level = 1
         if isinstance(error, KeyboardInterrupt):
-            say("stopping: every run saves a checkpoint and ends")
-        wait(futures)
+            say("stopping: every run saves a checkpoint and ends; a second interrupt ends them at once")
+        try:
+            wait(futures)
+        except KeyboardInterrupt:
+            stop.level = 2
+            wait(futures)
         raise
     return [future.result() for future in futures]
 
@@ -163,9 +177,9 @@ def _lock(handle: int, out: Path) -> None:
 
 
 @contextmanager
-def stopped() -> Iterator[threading.Event]:
-    """An event for workers to look at; SIGTERM and a closed terminal come as Ctrl-C does while it is used."""
-    stop = threading.Event()
+def stopped() -> Iterator[_Stop]:
+    """How workers are to end; SIGTERM and a closed terminal come as Ctrl-C does while it is used."""
+    stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
