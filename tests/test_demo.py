@@ -136,8 +136,8 @@ def test_trainings_come_onto_the_page_over_the_recorded_ones(scanned, monkeypatc
         curves = {row["curve"] for row in rows if row["kind"].startswith("recorded")}
         assert curves == {"recorded, seed 0", "recorded, seed 1", "recorded, seed 2"}
         assert max(row["step"] for row in rows if row["curve"] in curves) == 1000
-        layers = [row for row in rows if row["kind"] == "layers, this training"]
-        middle = {row["step"]: row["symmetry"] for row in rows if row["kind"] == "their median"}
+        layers = [row for row in rows if row["kind"] == "layers (thin)"]
+        middle = {row["step"]: row["symmetry"] for row in rows if row["kind"] == "median layer (thick)"}
         assert max(middle) == 400
         for step, value in middle.items():
             assert value == pytest.approx(
@@ -176,7 +176,8 @@ def test_the_demo_trains_both_objectives(scanned, capsys):
     section, charts = charts_of(scanned / "qkform-demo.html")
     assert len(charts) == 2
     assert all(
-        {row["step"] for row in rows if row["kind"] == "their median"} == {0, 1, 2, 3} for rows in charts
+        {row["step"] for row in rows if row["kind"] == "median layer (thick)"} == {0, 1, 2, 3}
+        for rows in charts
     )
     assert section.count("this training, seed 0") == 2
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
@@ -120,12 +121,10 @@ def desk(tmp_path, monkeypatch):
             (tmp_path / name / "config.json").write_text(json.dumps(config))
     for name, ratio in (("a", 1.0), ("b", 4.0)):
         run_records.run(tmp_path / "trained" / name, steps=5, qk_lr_ratio=ratio)
-    arms = {"standard": {}, "matched": {"init": "matched"}}
+    arms = {"standard": {"init": "standard"}, "matched": {"init": "matched"}}
     for (arm, change), seed in itertools.product(arms.items(), range(3)):
         place = tmp_path / "runs" / arm / f"seed-{seed}"
-        run_records.run(
-            place, steps=10, rise=0.1 + 0.1 * len(change), seed=seed, **{"init": "standard", **change}
-        )
+        run_records.run(place, steps=10, rise=0.1 * len(arm), seed=seed, **change)
     grid = {"base": {"preset": "tiny"}, "arms": arms, "seeds": [0, 1, 2]}
     (tmp_path / "grid.yaml").write_text(json.dumps(grid))
     monkeypatch.chdir(tmp_path)
@@ -169,10 +168,14 @@ def test_commands_are_what_the_command_line_takes(line):
 
 
 def run_python(text):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", text], capture_output=True, text=True, check=False
-    )
+    done = run_here([sys.executable, "-W", "error", "-c", text])
     assert done.returncode == 0, done.stderr
+
+
+def run_here(command):
+    """The command in the working folder, with the package of this tree, whichever is installed."""
+    here = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=here)
 
 
 def run_command(line, desk):
@@ -180,7 +183,7 @@ def run_command(line, desk):
         line = f"{line} {shlex.join(SMALL)}"
     words = [p for word in shlex.split(line) for p in (sorted(glob.glob(word)) if "*" in word else [word])]
     assert words[0] == "qkform", f"{line!r} is neither a qkform command nor listed as skipped"
-    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
+    done = run_here([sys.executable, "-m", *words])
     assert done.returncode == 0, done.stderr
     assert done.stdout or "--quiet" in words
     for flag, value in itertools.pairwise(words):

@@ -16,7 +16,7 @@ pytest.importorskip("accelerate", reason="training needs accelerate")
 pytest.importorskip("tokenizers", reason="training needs tokenizers")
 
 from qkform.errors import DataError, ExperimentError, TrainingError  # noqa: E402
-from qkform.training import run  # noqa: E402
+from qkform.training import Experiment, models, run  # noqa: E402
 from qkform.training.checkpoints import checkpoints, newest, written  # noqa: E402
 from qkform.training.folder import held  # noqa: E402
 
@@ -494,3 +494,27 @@ def test_facts_of_a_checkpoint_are_plain(whole):
     assert facts["reason"] == "finished"
     assert facts["experiment"]["steps"] == 8
     assert math.isfinite(facts["held_out"])
+
+
+@pytest.mark.parametrize("objective", ["mlm", "clm"])
+@pytest.mark.parametrize("preset", ["tiny", "mini", "base", "large"])
+def test_the_model_of_every_preset_passes_its_check(preset, objective):
+    models.check(Experiment(preset=preset, objective=objective))
+
+
+class NoPadding:
+    """As much of a tokenizer as a config asks for."""
+
+    pad_token_id = cls_token_id = sep_token_id = mask_token_id = None
+    bos_token_id, eos_token_id = 1, 2
+
+    def __len__(self):
+        return 512
+
+    def get_vocab(self):
+        return {}
+
+
+def test_a_model_that_insists_on_a_padding_token_takes_a_tokenizer_without_one():
+    config = models.model_config(Experiment(objective="clm"), NoPadding())
+    assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (0, 1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -33,6 +34,7 @@ def test_example_runs_and_prints_what_it_found(name, tmp_path):
         capture_output=True,
         text=True,
         check=False,
+        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent / "src")},
     )
     print(f"{name}: {time.monotonic() - began:.1f} s")
     assert done.returncode == 0, done.stderr

@@ -351,6 +351,9 @@ def test_the_page_of_a_long_run_of_a_large_model_says_what_it_left_out(cache):
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'>\u2028\u202e{{7*7}}"
 
 
+NAME = "<script>window.hacked=1</script>"
+
+
 def test_in_a_browser_hostile_runs_beside_each_other(tmp_path, browser, cache):
     for seed in range(2):
         made.run(
@@ -359,11 +362,20 @@ def test_in_a_browser_hostile_runs_beside_each_other(tmp_path, browser, cache):
             heads=2,
             steps=6,
             conflict=True,
-            note=HOSTILE,
+            note=NAME,
+            said=HOSTILE,
             seed=seed,
             name=HOSTILE + "{}",
         )
-    made.run(tmp_path / "runs" / "other", layers=2, heads=2, steps=6, note=f"{HOSTILE}2", qk_lr_ratio=4.0)
+    made.run(
+        tmp_path / "runs" / "other",
+        layers=2,
+        heads=2,
+        steps=6,
+        note=f"{NAME}2",
+        said=HOSTILE,
+        qk_lr_ratio=4.0,
+    )
     runs = RunSet.read([tmp_path / "runs", tmp_path / HOSTILE.replace("/", "|")])
     runs = RunSet(runs.runs, runs.errors, flow=one_layer([1.0, 4.0]))
     path = write_page(runs, tmp_path / "page.html", cache_folder=cache)

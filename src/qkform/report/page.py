@@ -87,7 +87,7 @@ def page_html(
     plane = _plane(models)
     return _rendered(
         "page.html.j2",
-        any(model.all_groups for model in models),
+        any(model.all_groups for model in models) or trained is not None,
         cache_folder,
         title=text(title) if title else _title(names),
         models=models,

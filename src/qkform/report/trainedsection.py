@@ -21,6 +21,7 @@ from qkform.report.look import (
     keyed,
     tooltip,
 )
+from qkform.report.paths import SHORT_NUMBER
 from qkform.report.rows import text
 from qkform.report.runset import Run, RunSet
 from qkform.report.words import counted
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from qkform.report.sections import Packed
 
 NAMES = {"mlm": "encoder, masked tokens", "clm": "decoder, next token"}
-_LAYERS, _MIDDLE, _RECORDED = "layers, this training", "their median", "recorded runs, median"
+_LAYERS, _MIDDLE, _RECORDED = "layers (thin)", "median layer (thick)", "recorded runs, median layer"
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def over_steps(
         "step:Q",
         title="training step",
         scale=alt.Scale(domain=[0, max(last, 1)], nice=False),
-        axis=alt.Axis(format="~g", tickCount=6, domain=False, grid=False),
+        axis=alt.Axis(labelExpr=SHORT_NUMBER, tickCount=6, labelOverlap="greedy", domain=False, grid=False),
     )
 
     def y(field: str) -> alt.Y:

@@ -12,7 +12,7 @@ from qkform.training.data import special_ids
 from qkform.training.experiment import Experiment
 from qkform.training.presets import PRESETS
 
-_SPECIAL = ("pad", "bos", "eos", "cls", "sep", "mask")
+_SPECIAL = tuple(f"{name}_token_id" for name in ("pad", "bos", "eos", "cls", "sep", "mask"))
 _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
 
 
@@ -63,8 +63,10 @@ def model_config(experiment: Experiment, tokenizer: Any) -> Any:
             + (f"; did you mean {' or '.join(close)}?" if close else "")
         )
     overrides = _overrides(experiment, CONFIG_MAPPING[kind])
-    values: dict[str, Any] = {f"{name}_token_id": None for name in _SPECIAL}
-    values |= special_ids(tokenizer) if tokenizer is not None else {}
+    values: dict[str, Any] = {}
+    if tokenizer is not None:
+        found = special_ids(tokenizer)
+        values = {name: _absent(CONFIG_MAPPING[kind], name) for name in _SPECIAL if name not in found} | found
     if experiment.objective == "clm" and hasattr(CONFIG_MAPPING[kind](), "is_decoder"):
         values["is_decoder"] = True
     try:
@@ -76,6 +78,15 @@ def model_config(experiment: Experiment, tokenizer: Any) -> Any:
             setattr(config, name, 0.0)
     _refuse_small(experiment, config, tokenizer)
     return config
+
+
+def _absent(config_class: Any, name: str) -> int | None:
+    """What stands for a special token that the tokenizer does not have: None, or 0 where the config insists on one."""
+    try:
+        config_class(**{name: None})
+    except Exception:  # a class of its own for every kind of wrong value
+        return 0
+    return None
 
 
 def check(experiment: Experiment) -> None:
