@@ -151,6 +151,7 @@ def test_commands_run_as_printed(line, desk):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a page starts many processes that load transformers
 @pytest.mark.parametrize("page", TRAINING)
 def test_pages_that_train_run_in_order(page, desk):
     shutil.rmtree(desk / "runs")
