@@ -42,6 +42,8 @@ SKIPPED = {
     "make test-all": "is what runs this test, too",
     "python benchmarks/large.py --save benchmarks/results": "the same, and 15 GB of disk",
     "python benchmarks/attention.py --save benchmarks/results": "ten minutes of measurement; the record is there",
+    "python benchmarks/tracker.py --save benchmarks/results": "minutes of training; the record is there",
+    "python benchmarks/step.py --save benchmarks/results": "minutes of training; the record is there",
     "make bench": "minutes of measurement; figures are recorded under benchmarks/results",
     "pip install .": "would change the environment that runs this test",
     'pip install -c constraints.txt ".[frames]"': "the same",
