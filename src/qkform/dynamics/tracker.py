@@ -77,6 +77,10 @@ class Tracker(TrainerEvents):
             raise DynamicsError(f"resume is {resume!r}; it is the step of a checkpoint, 0 or more")
         if not isinstance(conflict, int) or conflict < 0:
             raise DynamicsError(f"conflict is {conflict!r}; it is True, or a number of permutations")
+        if experiment is not None and not isinstance(experiment, Mapping):
+            raise DynamicsError(
+                f"experiment is a {type(experiment).__name__}; it is a mapping of names to plain values"
+            )
         self.model, self.every, self.path = model, every, Path(path)
         if self.path.is_dir():
             raise RecordError(
