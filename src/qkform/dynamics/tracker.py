@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Mapping
@@ -82,7 +83,7 @@ class Tracker(TrainerEvents):
                 f"experiment is a {type(experiment).__name__}; it is a mapping of names to plain values"
             )
         self.model, self.every, self.path = model, every, Path(path)
-        if self.path.is_dir():
+        if os.path.isdir(self.path):
             raise RecordError(
                 f"cannot write {path}: it is a folder; name a file in it, such as {self.path / NAME}"
             )

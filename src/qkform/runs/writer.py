@@ -172,7 +172,7 @@ def _put(handle: int, data: bytes, end: int, path: Path) -> None:
 
 def _opened(file: Path, flags: int = 0) -> int:
     """The file, open at its end and locked; RecordError where that cannot be."""
-    if file.is_dir():
+    if os.path.isdir(file):
         raise RecordError(
             f"cannot write {file}: it is a folder; name a file in it, such as {file / 'record.jsonl'}"
         )
@@ -181,8 +181,8 @@ def _opened(file: Path, flags: int = 0) -> int:
     except FileNotFoundError:
         what = "its folder does not exist" if flags else "there is no record to resume"
         raise RecordError(f"cannot write {file}: {what}") from None
-    except OSError as error:
-        raise RecordError(f"cannot write {file}: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:
+        raise RecordError(f"cannot write {file}: {getattr(error, 'strerror', None) or error}") from None
     if not _locked(handle) or not _is_at(handle, file):
         os.close(handle)
         raise RecordError(f"{file} is being written by another process: is the same run going on elsewhere?")
