@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 setup: $(STAMP)  ## environment with everything the tests and commands need, sample models included
 	$(BIN)/qkform samples
 
-demo: setup  ## scan two real models and write qkform-demo.html
+demo: setup  ## scan two real models, train two small ones (two minutes), and write qkform-demo.html
 	$(BIN)/qkform demo
 
 test: setup  ## the tests (at most 12 minutes on two cores)
