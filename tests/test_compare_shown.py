@@ -110,7 +110,7 @@ def test_faults_are_one_message(tmp_path, capsys):
         ([str(tmp_path)], "there is no record.jsonl"),
         ([str(tmp_path), "--html", "x.txt"], "must end in .html"),
         ([str(tmp_path), "--window", "2"], "a centred median is over 1, 3, 5"),
-        ([str(tmp_path), "--at-loss", "nan"], "is reached by no run"),
+        ([str(tmp_path), "--at-loss", "nan"], "--at-loss nan: expected a held-out loss above 0"),
     ):
         assert main(["compare", *arguments]) == 2
         assert message in capsys.readouterr().err

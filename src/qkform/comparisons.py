@@ -28,15 +28,20 @@ PAIR_COLUMNS: dict[str, type] = {
     "arm_value": float,
     "baseline_value": float,
     "difference": float,  # arm - baseline, of one seed or the mean over pairs
-    "low": float,  # bootstrap interval of the mean difference; null in the row of a seed
+    "low": float,  # of the mean difference; null in the row of a seed
     "high": float,
+    "interval": str,  # what low and high are: a bootstrap interval, or the range of so few differences
+    "p": float,  # of the difference, by flipping signs: how often chance alone gives a mean at least as far from zero
     "speed_up": float,  # CLOCKS alone: baseline / arm, above 1 where the arm is faster; the geometric mean over pairs
     "speed_up_low": float,
     "speed_up_high": float,
     "arm_never": int,  # how many pairs in which the arm never gets there: of one seed 0 or 1
     "baseline_never": int,
+    "arm_broke": int,  # how many pairs in which the arm's loss became no number, and so has no value here
+    "baseline_broke": int,
     "reason": str,  # why a value in this row is null; null where none is
 }
+_LATER = ("interval", "p", "arm_broke", "baseline_broke")  # what the first records of this schema had not
 _OF_PAIR: dict[str, type] = {"arm": str, "baseline": str}
 
 
@@ -44,8 +49,8 @@ _OF_PAIR: dict[str, type] = {"arm": str, "baseline": str}
 class CompareTable(Table):
     """Arms of an experiment, and how each differs from the baseline, seed by seed and on average.
 
-    An arm is {"name", "baseline", "differs", "seeds", "runs", "mean", "sd"}; a pair is {"arm", "baseline", "seeds",
-    "only_arm", "only_baseline", "refused", "rows"}, its rows have `PAIR_COLUMNS`. `settings` says how the numbers were
+    An arm is {"name", "baseline", "differs", "seeds", "runs", "broke", "mean", "sd"}; a pair is {"arm", "baseline",
+    "seeds", "only_arm", "only_baseline", "refused", "rows"}, its rows have `PAIR_COLUMNS`. `settings` says how the numbers were
     made, `notes` what was left out and why. Saved by `save` (.json, .csv, .parquet), read back by `load` (.json).
     """
 
@@ -105,7 +110,7 @@ class CompareTable(Table):
         for pair in found["pairs"]:
             for name in (*_OF_PAIR, "seeds", "only_arm", "only_baseline", "refused"):
                 pair[name]
-            checked_rows(pair["rows"], PAIR_COLUMNS)
+            checked_rows(pair["rows"], PAIR_COLUMNS, _LATER)
         return cls(**found)
 
     def _repr_html_(self) -> str:

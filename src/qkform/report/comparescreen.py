@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from textwrap import wrap
 from typing import Any
 
 from qkform.comparisons import CompareTable
@@ -32,7 +33,7 @@ def compare_screen(table: CompareTable, *, width: int, unicode: bool) -> Iterato
         yield from _pair(table, pair, width=width, unicode=unicode)
     if table.pairs:
         yield Text(
-            "difference: arm - baseline, mean over pairs of one seed; * the interval is on one side of zero. "
+            "difference: arm - baseline, mean over pairs of one seed; * p at most 0.05, of all choices of their signs. "
             "times faster: from the baseline's own first reach, so that the baseline against itself is 1. "
             "The published rule counts from the last step instead; beside the arm's stands what it gives the baseline "
             "against itself. "
@@ -53,6 +54,8 @@ def _sign(unicode: bool) -> str:
 def _arm_columns(width: int, unicode: bool) -> list[Column]:
     def cell(name: str, arm: Mapping[str, Any]) -> str:
         mean, sd = arm["mean"].get(name), arm["sd"].get(name)
+        if broke := arm.get("broke"):
+            return f"{broke} of {len(arm['seeds'])} broke"
         shown = words.value(name, mean)
         return f"{shown} {_sign(unicode)} {sd:.3f}" if is_number(sd) else shown
 
@@ -79,11 +82,11 @@ def _pair(table: CompareTable, pair: Mapping[str, Any], *, width: int, unicode: 
     for at in dict.fromkeys(row["at"] for row in pair["rows"]):
         rows = [row for row in pair["rows"] if row["at"] == at]
         means = [row for row in rows if row["seed"] is None]
-        yield table_of(words.moment(at, table.settings), _columns(table, rows, width), means, unicode=unicode)
+        yield table_of(words.moment(at, table.settings), _columns(rows, width), means, unicode=unicode)
         yield from (Text(one_line(remark, 400), style="dim") for remark in words.remarks(rows, at))
 
 
-def _columns(table: CompareTable, rows: Sequence[Row], width: int) -> list[Column]:
+def _columns(rows: Sequence[Row], width: int) -> list[Column]:
     def sides(side: str, row: Row) -> str:
         return words.value(row["measure"], row[f"{side}_value"], row[f"{side}_never"])
 
@@ -105,7 +108,9 @@ def _columns(table: CompareTable, rows: Sequence[Row], width: int) -> list[Colum
             "",
             lambda row: words.difference(row["measure"], row["difference"]),
         ),
-        Column(words.interval_name(table), "", words.interval),
+        Column(
+            "\n".join(wrap(words.interval_name(rows), 14)), "", words.interval
+        ),  # no wider than its numbers
     ]
     if any(is_number(row["speed_up"]) for row in rows):
         wide = width >= 100

@@ -29,7 +29,7 @@ class CompareSection:
         self.baseline = text(table.settings.get("baseline"))
         self.notes = [text(note) for note in table.notes]
         self.settings = [(text(name), text(value)) for name, value in table.settings.items()]
-        self.interval = words.interval_name(table)
+        self.interval = text(words.interval_name(table.means))
         self.loss = words.moment("at_loss", table.settings).removeprefix("at held-out loss ")
         self.smoothing = text(table.settings.get("smoothing"))
         self.colours = arm_colours(table)
@@ -67,6 +67,7 @@ class CompareSection:
             {
                 "title": text(words.moment(at, self._table.settings)),
                 "lines": self._lines(pair["rows"], at),
+                "interval": text(words.interval_name(row for row in pair["rows"] if row["at"] == at)),
                 "remarks": [text(one) for one in words.remarks(pair["rows"], at)],
             }
             for at in dict.fromkeys(row["at"] for row in pair["rows"])
@@ -206,6 +207,8 @@ def _thinned(rows: Sequence[Row]) -> list[Row]:
 
 def _mean_and_sd(arm: Mapping[str, Any], name: str) -> str:
     mean, sd = arm["mean"].get(name), arm["sd"].get(name)
+    if broke := arm.get("broke"):
+        return f"{text(broke)} of {len(arm['seeds'])} broke"
     shown = _minus(words.value(name, mean))
     return f"{shown} ± {sd:.3f}" if is_number(sd) else shown
 

@@ -19,7 +19,10 @@ INTERVENTIONS: dict[str, tuple[Any, ...]] = {
 }
 # Fields whose values make losses, or everything, incomparable.
 OBJECTIVE = {"objective", "mask_rate"}
-DATA = {"data", "tokenizer", "vocabulary", "seq_len", "held_out", "on_error"}
+# Which text, and by which tokenizer: where records have the key of their tokens, that decides, and these explain.
+TEXT = {"data", "text_field", "split", "dataset_config", "revision", "tokenizer", "vocabulary", "on_error"}
+DATA = {*TEXT, "seq_len", "held_out"}
+KEY = "tokens"  # how the key is called where it differs and no field of TEXT does: a file was changed
 MODEL = {"preset", "model", "config"}
 
 
@@ -37,8 +40,17 @@ class Arm:
         return {
             name: value
             for name, value in self.experiment.items()
-            if _last(name) in INTERVENTIONS and not _is_one_of(value, INTERVENTIONS[_last(name)])
+            if name in INTERVENTIONS and not _is_one_of(value, INTERVENTIONS[name])
         }
+
+    @property
+    def text(self) -> str | None:
+        """The key of the tokens that its runs trained on; None where no record has it."""
+        return next((run.text for run in self.runs if run.text is not None), None)
+
+    def of(self, name: str) -> Any:
+        """The value of a field, or the first places of the key of its tokens."""
+        return (self.text or "")[:12] or None if name == KEY else self.experiment.get(name)
 
     @property
     def by_seed(self) -> dict[Any, Run]:
@@ -53,7 +65,7 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
     arms: list[Arm] = []
     for run in runs:
         experiment = {name: value for name, value in run.experiment.items() if not _outside(name)}
-        arm = next((arm for arm in arms if not differing(arm.experiment, experiment)), None)
+        arm = next((arm for arm in arms if not apart_in(arm, Arm(experiment, [run]))), None)
         if arm is None:
             arms.append(arm := Arm(experiment))
         arm.runs.append(run)
@@ -67,6 +79,16 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
                     f"two runs of arm {arm.name} have seed {a.seed}: {a.path} and {b.path}; leave one of them out"
                 )
     return named
+
+
+def apart_in(a: Arm, b: Arm) -> list[str]:
+    """The names of the fields in which two arms differ; where both know their tokens, those decide and no name does."""
+    names = differing(a.experiment, b.experiment)
+    if a.text is None or b.text is None:
+        return names
+    if a.text == b.text:
+        return [name for name in names if name not in TEXT]
+    return names if TEXT.intersection(names) else [*names, KEY]
 
 
 def baseline_of(arms: Sequence[Arm], name: str | None = None) -> Arm:
@@ -98,17 +120,17 @@ def apart(arm: Arm, baseline: Arm) -> tuple[str | None, str | None]:
     the weights and on the attention can still be held side by side, the model's type then differing too.
     """
     loss = None
-    fields = differing(arm.experiment, baseline.experiment)
+    fields = apart_in(arm, baseline)
     for name in fields:
-        if name.split(".")[0] in OBJECTIVE or _last(name) in OBJECTIVE:
+        if _top(name) in OBJECTIVE:
             loss = _said(name, arm, baseline)
     for name in fields:
-        top, last = name.split(".")[0], _last(name)
-        if top in OBJECTIVE or last in OBJECTIVE or last in INTERVENTIONS:
-            continue
         if loss and name == "model":
             continue
-        if top in DATA | MODEL:
+        if name == KEY:
+            said = f"{arm.of(name)} in {arm.name}, {baseline.of(name)} in {baseline.name}"
+            return f"the text or its tokenizer is another, by the same names (key {said})", loss
+        if _top(name) in DATA | MODEL:
             return _said(name, arm, baseline), loss
     return _shapes_apart(arm, baseline), loss
 
@@ -132,11 +154,11 @@ def _names(arms: Sequence[Arm]) -> list[str]:
         if len(names) == len(arms) == len(set(names)) and all(map(_of_a_sweep, arms)):
             return names
     names = ["" for _ in arms]
-    for field_name in sorted(_varying(arms), key=lambda one: _last(one) not in INTERVENTIONS):
+    for field_name in sorted(_varying(arms), key=lambda one: one not in INTERVENTIONS):
         if len(set(names)) == len(arms):
             break
         longer = [
-            f"{name}, {_last(field_name)}={_value(arm.experiment.get(field_name))}".removeprefix(", ")
+            f"{name}, {_last(field_name)}={_value(arm.of(field_name))}".removeprefix(", ")
             for name, arm in zip(names, arms, strict=True)
         ]
         if len(set(longer)) > len(set(names)):  # one that only follows what is said already says nothing
@@ -153,20 +175,15 @@ def _of_a_sweep(arm: Arm) -> bool:
 
 
 def _varying(arms: Sequence[Arm]) -> list[str]:
-    names = dict.fromkeys(name for arm in arms for name in arm.experiment)
-    return [
-        name
-        for name in names
-        if any(arm.experiment.get(name) != arms[0].experiment.get(name) for arm in arms)
-    ]
+    return list(dict.fromkeys(name for arm in arms for name in apart_in(arms[0], arm)))
 
 
 def _by_seed(runs: Sequence[Run]) -> list[Run]:
-    return sorted(runs, key=lambda run: (run.seed is None, str(type(run.seed)), run.seed or 0))
+    return sorted(runs, key=lambda run: int(run.seed))
 
 
 def _outside(name: str) -> bool:
-    return name.split(".")[0] in OUTSIDE or _last(name) in OUTSIDE
+    return _top(name) in OUTSIDE
 
 
 def _is_one_of(value: Any, plain: Sequence[Any]) -> bool:
@@ -174,10 +191,11 @@ def _is_one_of(value: Any, plain: Sequence[Any]) -> bool:
 
 
 def _said(name: str, arm: Arm, baseline: Arm) -> str:
-    return (
-        f"{name} differs: {_value(arm.experiment.get(name))} in {arm.name}, "
-        f"{_value(baseline.experiment.get(name))} in {baseline.name}"
-    )
+    return f"{name} differs: {_value(arm.of(name))} in {arm.name}, {_value(baseline.of(name))} in {baseline.name}"
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def _last(name: str) -> str:

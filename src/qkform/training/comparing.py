@@ -13,8 +13,8 @@ from qkform.comparisons import CLOCKS, MEASURES, PUBLISHED, CompareTable
 from qkform.errors import RecordError
 from qkform.records import Row
 from qkform.training import gathering, pairing, reach
-from qkform.training.arms import Arm, apart, arms_of, baseline_of
-from qkform.training.gathering import BROKE, FINISHED, Run, differing
+from qkform.training.arms import Arm, apart, apart_in, arms_of, baseline_of
+from qkform.training.gathering import BROKE, FINISHED, Run
 from qkform.training.pairing import Value
 from qkform.training.reach import Curve
 
@@ -52,16 +52,16 @@ def compare(
 
     Runs that differ in the seed alone are one arm. `baseline` is the name of one; without it, it is the only arm
     without an intervention. `at_loss` is the held-out loss, in nats, at which values are compared: where the running
-    median of `window` tracked steps first reaches it; without it, the least loss that every run reaches. Runs that are
-    not finished are left out, and `notes` says so.
+    median of `window` tracked steps first reaches it; without it, the least loss that every run of a pair reaches. Runs
+    that are not finished are left out, and `notes` says so.
 
-    Raises RecordError where there is no run that can be used, an arm has two runs of one seed, or which arm is
-    the baseline is not clear.
+    Raises RecordError for a loss or a window that cannot be, where there is no run that can be used, an arm has two
+    runs of one seed, or which arm is the baseline is not clear.
     """
     if window < 1 or window % 2 == 0:
-        raise RecordError(f"window {window}: a centred median is over 1, 3, 5, ... tracked steps")
-    if at_loss is not None and not math.isfinite(at_loss):
-        raise RecordError(f"a loss of {at_loss} is reached by no run; expected a number of nats")
+        raise RecordError(f"--window {window}: a centred median is over 1, 3, 5, ... tracked steps")
+    if at_loss is not None and not (math.isfinite(at_loss) and at_loss > 0):
+        raise RecordError(f"--at-loss {at_loss}: expected a held-out loss above 0, in nats")
     notes: list[str] = []
     runs = list(_usable(list(_loaded(gathering.find(paths), notes)), notes))
     if not runs:
@@ -69,8 +69,8 @@ def compare(
     arms = arms_of(runs)
     chosen = baseline_of(arms, baseline)
     told = {run.path: _tell(run, window, notes) for run in runs}
-    loss = at_loss if at_loss is not None else _shared_loss(told.values())
-    if loss is None:
+    loss = at_loss if at_loss is not None else _shared_loss(arms, chosen, told)
+    if not any(one.held_out for one in told.values()):
         notes.append(
             "no record has a held-out loss, so that nothing is compared at one, nor by when it is reached"
         )
@@ -79,12 +79,13 @@ def compare(
         settings={
             "baseline": chosen.name,
             "at_loss": loss,
-            "at_loss_from": "given" if at_loss is not None else "the least that every run reaches",
+            "at_loss_from": "given" if at_loss is not None else "the least that every run of a pair reaches",
             "smoothing": f"held-out loss as a running median of {window} tracked steps, centred",
             "window": window,
             "layers": "median over layers",
             "interval": pairing.INTERVAL,
-            "interval_kind": "percentile bootstrap of the mean over seeds",
+            "interval_kind": "percentile bootstrap of the mean over seeds; of fewer than six the range, which holds less",
+            "p": "two-sided, of the mean difference over all choices of signs",
             "least_seeds": pairing.LEAST_SEEDS,
             "resamples": pairing.RESAMPLES,
             "bootstrap_seed": pairing.BOOTSTRAP_SEED,
@@ -112,6 +113,10 @@ def _usable(runs: Sequence[Run], notes: list[str]) -> Iterator[Run]:
             notes.append(f"left out: {run.path}: its record does not say what was trained (no experiment)")
         elif run.seed is None:
             notes.append(f"left out: {run.path}: its experiment has no seed to pair by")
+        elif not isinstance(run.seed, int) or isinstance(run.seed, bool):
+            notes.append(
+                f"left out: {run.path}: its seed is {run.seed!r:.60}; expected a whole number to pair by"
+            )
         elif not run.record.steps:
             notes.append(f"left out: {run.path}: it has no tracked step yet")
         elif run.ending not in (*FINISHED, BROKE) and not (run.ending is None and run.last_step == steps):
@@ -129,7 +134,9 @@ def _tell(run: Run, window: int, notes: list[str]) -> _Told:
     broke = None
     if run.ending == BROKE:
         broke = f"it ended at step {run.last_step}: {run.ending}"
-        notes.append(f"{run.path}: {broke}; it has no values at its end, and times count as never")
+        notes.append(
+            f"{run.path}: {broke}; it has no values at its end, and losses it had not reached are never"
+        )
     if inexact := [event for event in run.record.events if event.get("exact") is False]:
         notes.append(
             f"{run.path}: resumed, and not exactly: {inexact[-1].get('reason') or 'no reason recorded'}"
@@ -140,12 +147,22 @@ def _tell(run: Run, window: int, notes: list[str]) -> _Told:
     return told
 
 
-def _shared_loss(runs: Iterable[_Told]) -> float | None:
-    """The highest of the least smoothed losses, over runs that did not break: every one of them reaches it."""
+def _shared_loss(arms: Sequence[Arm], baseline: Arm, told: Mapping[Any, _Told]) -> float | None:
+    """The highest of the least smoothed losses: every run reaches it that did not break, of the pairs that have losses.
+
+    What takes no part has no say: arms that are refused, those of another objective, seeds without a partner.
+    """
+    paired = {
+        run.path
+        for arm in arms
+        if arm is not baseline and apart(arm, baseline) == (None, None)
+        for seed in arm.by_seed.keys() & baseline.by_seed.keys()
+        for run in (arm.by_seed[seed], baseline.by_seed[seed])
+    }
     least = [
-        min(value for value in told.curve.smoothed if value is not None)
-        for told in runs
-        if told.held_out and told.broke is None
+        min(value for value in told[path].curve.smoothed if value is not None)
+        for path in paired
+        if told[path].held_out and told[path].broke is None
     ]
     return max(least) if least else None
 
@@ -185,6 +202,12 @@ def _pair(
         notes.append(
             f"{arm.name} and {baseline.name} do not end at the same step ({listed}): compare them at one loss"
         )
+    every = sorted({str(one.run.experiment.get("track_every")) for _, a, b in two for one in (a, b)})
+    if len(every) > 1:
+        notes.append(
+            f"{arm.name} and {baseline.name} were not tracked equally often (every {' and '.join(every)} steps): the "
+            "median over tracked steps smooths them differently"
+        )
     probes = [s for s, a, b in two if _probe(a) != _probe(b)]
     if probes:
         listed = ", ".join(map(str, probes))
@@ -222,9 +245,11 @@ def _value(at: str, measure: str, told: _Told, baseline: _Told, loss: float | No
     curve = told.curve
     if at == "end":
         if told.broke:
-            return Value(None, told.broke)
+            return Value(None, told.broke, broke=True)
         found = curve.final(measure)
         return Value(found, None if found is not None else f"{measure} is not in {told.run.path}")
+    if at == "to_baseline" and baseline.broke:
+        return Value(None, f"the baseline has no final loss: {baseline.broke}", broke=told is baseline)
     if measure == PUBLISHED:
         losses = [line for i, line in enumerate(curve.values["loss"]) if curve.values["step"][i]]
         last = baseline.curve.final("loss")
@@ -234,8 +259,6 @@ def _value(at: str, measure: str, told: _Told, baseline: _Told, loss: float | No
         return Value(
             rule, None if rule is not None else "never; the published rule prints 100 %", rule is None
         )
-    if at == "to_baseline" and baseline.broke:
-        return Value(None, f"the baseline has no final loss: {baseline.broke}")
     target = loss if at == "at_loss" else baseline.curve.final_smoothed
     if target is None or not told.held_out:
         lacking = baseline if target is None else told
@@ -249,17 +272,20 @@ def _value(at: str, measure: str, told: _Told, baseline: _Told, loss: float | No
 
 def _arm_row(arm: Arm, baseline: Arm, told: Mapping[Any, _Told]) -> dict[str, Any]:
     runs = [_run_row(told[run.path]) for run in arm.runs]
-    spreads = {
-        name: pairing.spread([run[name] for run in runs if run[name] is not None]) for name in MEASURES
+    broke = sum(told[run.path].broke is not None for run in arm.runs)
+    spreads = {  # where a run broke there is no mean: that of the others would flatter the arm
+        name: pairing.spread([] if broke else [run[name] for run in runs if run[name] is not None])
+        for name in MEASURES
     }
-    names = differing(arm.experiment, baseline.experiment)
+    names = apart_in(arm, baseline)
     return {
         "name": arm.name,
         "baseline": arm is baseline,
         "interventions": arm.interventions,
-        "differs": {name: arm.experiment.get(name) for name in names},
+        "differs": {name: arm.of(name) for name in names},
         "seeds": [run.seed for run in arm.runs],
         "runs": runs,
+        "broke": broke,
         "mean": {name: one["mean"] for name, one in spreads.items()},
         "sd": {name: one["sd"] for name, one in spreads.items()},
     }
@@ -291,8 +317,13 @@ def _curves(arms: Sequence[Arm], told: Mapping[Any, _Told]) -> Iterator[Row]:
 
 
 def _environment(told: _Told, name: str) -> Any:
-    return (told.run.record.start.get("environment") or {}).get(name)
+    return _of_start(told, "environment", name)
 
 
 def _probe(told: _Told) -> Any:
-    return (told.run.record.start.get("probe") or {}).get("sha256")
+    return _of_start(told, "probe", "sha256")
+
+
+def _of_start(told: _Told, part: str, name: str) -> Any:
+    found = told.run.record.start.get(part)
+    return found.get(name) if isinstance(found, Mapping) else None

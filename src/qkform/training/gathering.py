@@ -17,7 +17,7 @@ BROKE = "nan"  # of one that came to its end all the same: its loss is no number
 
 @dataclass(frozen=True)
 class Run:
-    """One run: where it is, its record, and its experiment with dotted names: {"model.hidden_size": 128, ...}."""
+    """One run: where it is, its record, and its experiment with dotted names: {"config.hidden_size": 128, ...}."""
 
     path: Path
     record: RunRecord
@@ -26,6 +26,12 @@ class Run:
     @property
     def seed(self) -> Any:
         return self.experiment.get("seed")
+
+    @property
+    def text(self) -> str | None:
+        """The key of the tokens that it trained on: of text, tokenizer and held-out share; None where it has none."""
+        keys = [event.get("key") for event in self.record.events if event.get("event") == "data"]
+        return keys[-1] if keys and isinstance(keys[-1], str) and keys[-1] else None
 
     @property
     def ending(self) -> str | None:
@@ -40,7 +46,8 @@ class Run:
 def find(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """The folders that hold a record, under each path or the path itself, each once, in order.
 
-    Hidden folders are not looked into, nor are the folders of a run. Raises RecordError where a path is not there, or
+    Hidden folders are not looked into, nor are the folders of a run. Symbolic links are followed, once each and after
+    all that is no link, so that a run has the name of its own folder. Raises RecordError where a path is not there, or
     holds no run.
     """
     found: dict[Path, Path] = {}
@@ -62,7 +69,8 @@ def find(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 def load(folder: Path) -> Run:
     """The run in a folder. Raises RecordError, which names the file, where its record cannot be read."""
     record = RunRecord.load(folder)
-    return Run(folder, record, flat(record.start.get("experiment") or {}))
+    experiment = record.start.get("experiment")
+    return Run(folder, record, flat(experiment) if isinstance(experiment, Mapping) else {})
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -82,8 +90,16 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def _under(path: Path) -> Iterator[Path]:
-    for folder, inside, files in os.walk(path, followlinks=True):
-        if NAME in files:
-            inside.clear()
-            yield Path(folder)
-        inside[:] = sorted(name for name in inside if not name.startswith("."))
+    seen: set[str] = set()
+    waiting = [path]
+    for top in waiting:
+        for folder, inside, files in os.walk(top):
+            if (real := os.path.realpath(folder)) in seen:
+                inside.clear()
+                continue
+            seen.add(real)
+            if NAME in files:
+                inside.clear()
+                yield Path(folder)
+            inside[:] = sorted(name for name in inside if not name.startswith("."))
+            waiting += [link for name in inside if (link := Path(folder, name)).is_symlink()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -67,16 +68,18 @@ class Curve:
 
 
 def smoothed_by(values: Sequence[float | None], window: int) -> list[float | None]:
-    """The running median over `window` values, centred, of those that are there; fewer at both ends.
+    """The running median over `window` values, centred, of those that are there; over fewer towards both ends.
 
     A median, since one bad step must not move the time at which a loss is reached; centred, since what falls steadily
-    stays as it is. None stays None and takes no part.
+    stays as it is. So the window shrinks on both sides alike, and the first and last value are those recorded: a run
+    neither reaches at its start a loss that it had not, nor fails to reach the one at which it ended. None stays None
+    and takes no part.
     """
     known = [(i, value) for i, value in enumerate(values) if value is not None]
     out: list[float | None] = [None] * len(values)
-    half = window // 2
     for place, (i, _) in enumerate(known):
-        out[i] = median(value for _, value in known[max(0, place - half) : place + half + 1])
+        half = min(window // 2, place, len(known) - 1 - place)
+        out[i] = median(value for _, value in known[place - half : place + half + 1])
     return out
 
 
@@ -103,4 +106,11 @@ def _mixed(a: float | None, b: float | None, share: float) -> float | None:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    """A number that can be computed with: other writers' records may hold NaN, or 400 digits."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
