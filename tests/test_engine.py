@@ -180,11 +180,16 @@ def test_all_interventions_at_once_are_in_the_model_and_come_back(text, tmp_path
     assert last["layers"][0]["heads"]["self_norm"]
 
 
+SCALED = {"optimizer": "sgd", "lr": 0.3, "clip": 0}  # AdamW and a clip divide the scale of a gradient out
+
+
 @pytest.mark.slow
-def test_accumulated_micro_batches_are_one_batch(whole, text, tmp_path):
-    run(small(text, accumulation=4), tmp_path / "a")
-    assert farthest(tmp_path / "a", whole) < 1e-5
-    losses = [[line["loss"] for line in lines(folder)[1:]] for folder in (tmp_path / "a", whole)]
+@pytest.mark.parametrize("over", [{}, SCALED], ids=["adamw", "sgd"])
+def test_accumulated_micro_batches_are_one_batch(over, text, tmp_path):
+    run(small(text, **over), tmp_path / "one")
+    run(small(text, accumulation=4, **over), tmp_path / "four")
+    assert farthest(tmp_path / "four", tmp_path / "one") < 1e-5
+    losses = [[line["loss"] for line in lines(tmp_path / name)[1:]] for name in ("one", "four")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
@@ -413,11 +418,21 @@ def test_a_process_that_is_killed_leaves_what_an_unbroken_one_does(whole, text, 
     assert lines(folder) == lines(whole)
 
 
-def test_two_processes_are_one_with_the_same_batch(text, tmp_path):
-    experiment = small(text, steps=20, accumulation=2, qk_lr_ratio=4)
-    done = command(*flags(experiment, tmp_path / "two"), processes=2)
+@pytest.mark.parametrize(
+    "over",
+    [
+        SCALED,
+        pytest.param({"optimizer": "adamw"}, marks=pytest.mark.slow),
+        pytest.param({**SCALED, "parallel": "fsdp"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda over: "-".join(str(value) for value in over.values()),
+)
+def test_two_processes_are_one_with_the_same_batch(over, text, tmp_path):
+    """Five held-out sequences in batches of two: the first process has two of the three, the second one."""
+    over = {"steps": 20, "qk_lr_ratio": 4, "held_out": 5, **over}
+    done = command(*flags(small(text, accumulation=2, **over), tmp_path / "two"), processes=2)
     assert done.returncode == 0, done.stderr
-    run(small(text, steps=20, qk_lr_ratio=4), tmp_path / "one")
+    run(small(text, **over), tmp_path / "one")
     assert farthest(tmp_path / "two", tmp_path / "one") < 1e-5
     for one, two in zip(lines(tmp_path / "one"), lines(tmp_path / "two"), strict=True):
         assert one["held_out"] == pytest.approx(two["held_out"], abs=1e-5)
