@@ -65,6 +65,8 @@ def run(
     happens, what was saved stays whole.
     """
     args = _arguments(experiment, Path(out))
+    from qkform.dynamics.processes import by_first
+
     first = args.process_index == 0
     quiet: Say = lambda _: None  # noqa: E731
     tell = say if say is not None and first else quiet
@@ -75,7 +77,7 @@ def run(
             held.enter_context(folder.held(where))
             return folder.claim(where, experiment, resume)
 
-        point = _agreed(args, claim)
+        point = by_first(claim, args.device)
         return _trained(experiment, where, args, point, resume, tell, progress if first else None)
 
 
@@ -90,24 +92,6 @@ def _arguments(experiment: Experiment, out: Path) -> Any:
     from qkform.training.engine import arguments
 
     return arguments(experiment, str(out))
-
-
-def _agreed(args: Any, decide: Callable[[], Any]) -> Any:
-    """What the first process decides, on all of them; its error too."""
-    if args.world_size == 1:
-        return decide()
-    import torch
-
-    said: list[Any] = [None, None]
-    if args.process_index == 0:
-        try:
-            said[0] = decide()
-        except QKFormError as error:
-            said[1] = error
-    torch.distributed.broadcast_object_list(said)
-    if said[1] is not None:
-        raise said[1]
-    return said[0]
 
 
 @contextmanager
