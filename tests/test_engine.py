@@ -21,7 +21,9 @@ from qkform.errors import DataError, ExperimentError, TrainingError  # noqa: E40
 from qkform.runs import RunRecord  # noqa: E402
 from qkform.training import Experiment, models, run  # noqa: E402
 from qkform.training.checkpoints import checkpoints, newest, written  # noqa: E402
+from qkform.training.engine import Engine  # noqa: E402
 from qkform.training.folder import begin, claim, held  # noqa: E402
+from qkform.training.watch import Watch  # noqa: E402
 
 
 class Killed(BaseException):
@@ -227,20 +229,55 @@ def test_ctrl_c_saves_and_the_run_goes_on_exactly(whole, text, tmp_path):
     assert lines(tmp_path / "a") == lines(whole)
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_names_step_layer_and_checkpoint(text, tmp_path):
-    experiment = small(
-        text, optimizer="sgd", lr=1e9, clip=0, warmup_steps=0, schedule="constant", save_every=1, keep=9
-    )
-    with pytest.raises(TrainingError) as error:
-        run(experiment, tmp_path / "a")
-    said = str(error.value)
-    assert "step " in said
-    assert "the last good checkpoint is" in said
-    assert "model.layers." in said or "holds a value that is not finite" in said
-    good = newest(tmp_path / "a" / "checkpoints")
-    from safetensors.torch import load_file
+def broken_weights(engine):
+    """Scores that overflow: the loss is none."""
+    if engine.state.global_step == 4:
+        engine.model.model.layers[1].attn.Wqkv.weight.data.fill_(1e30)
 
-    assert all(bool(torch.isfinite(w).all()) for w in load_file(good.path / "model.safetensors").values())
+
+def broken_gradient(engine):
+    if engine.state.global_step == 4:
+        weight = engine.model.model.layers[1].mlp.Wo.weight
+        weight.register_hook(lambda gradient: gradient * torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "clip", "said"),
+    [
+        (broken_weights, 1, r"step 5: the loss is nan; the largest logit is \S+, in model\.layers\.1\.attn"),
+        (broken_gradient, 1, r"step 5: the loss is [\d.]+ and the norm of its gradient is (inf|nan)"),
+        (broken_gradient, 0, r"step 5: the loss is [\d.]+ and the norm of its gradient is (inf|nan)"),
+    ],
+)
+def test_a_step_that_would_spoil_the_weights_is_not_made(breaks, clip, said, text, tmp_path, monkeypatch):
+    step = Engine.training_step
+
+    def training_step(engine, *args, **kwargs):
+        breaks(engine)
+        return step(engine, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "training_step", training_step)
+    with pytest.raises(TrainingError, match=said) as error:
+        run(small(text, clip=clip), tmp_path / "a")
+    assert "the weights were not updated; the last good checkpoint is" in str(error.value)
+    assert "step-3; a smaller lr" in str(error.value)
+    assert events(tmp_path / "a")[-1] == {"event": "end", "step": 4, "reason": "nan"}
+
+
+def test_weights_that_are_no_numbers_are_not_saved(text, tmp_path, monkeypatch):
+    save = Watch._save
+
+    def spoiled(watch, step):
+        if step == 6:
+            watch.engine.model.model.layers[1].mlp.Wo.weight.data[3, 2] = torch.inf
+        save(watch, step)
+
+    monkeypatch.setattr(Watch, "_save", spoiled)
+    with pytest.raises(
+        TrainingError, match=r"step 6: model\.layers\.1\.mlp\.Wo\.weight holds .* is .*step-3; a smaller"
+    ):
+        run(small(text), tmp_path / "a")
+    assert newest(tmp_path / "a" / "checkpoints").step == 3
     assert events(tmp_path / "a")[-1]["reason"] == "nan"
 
 

@@ -79,6 +79,11 @@ def whole(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
+def own(value: Any) -> Any:
+    """This process's part of a tensor."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
 def summed(value: torch.Tensor) -> torch.Tensor:
     """Over all processes."""
     if _together():
