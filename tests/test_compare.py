@@ -362,3 +362,11 @@ def test_the_record_is_saved_and_read_back(runs, tmp_path):
     (tmp_path / "d.json").write_text(json.dumps({**document, "pairs": [{}]}))
     with pytest.raises(RecordError, match="not complete"):
         CompareTable.load(tmp_path / "d.json")
+
+
+@pytest.mark.slow
+def test_the_interval_holds_the_mean_as_often_as_the_page_says():
+    rng = np.random.default_rng(0)
+    for seeds, said in ((3, 0.76), (5, 0.84)):
+        found = [pairing.interval(rng.normal(size=seeds).tolist()) for _ in range(1500)]
+        assert np.mean([low <= 0 <= high for low, high in found]) == pytest.approx(said, abs=0.035)

@@ -571,6 +571,7 @@ def test_two_processes_train_track_save_and_resume(objective, parallel, text, tm
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
 def test_compiled_training_learns_the_same(whole, text, tmp_path):
     run(small(text, compile=True), tmp_path / "a")

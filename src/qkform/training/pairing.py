@@ -89,7 +89,7 @@ def interval(differences: Sequence[float]) -> tuple[float, float] | None:
     """Percentile bootstrap interval (`INTERVAL`) of the mean over seeds; None for fewer than `LEAST_SEEDS`.
 
     It lies between the least and the greatest of the n differences, and so holds the true mean with a probability of
-    at most 1 - 2^(1-n) where differences are symmetric about it: 75 % for three seeds, 94 % for five.
+    at most 1 - 2^(1-n) where differences are symmetric about it. docs/comparing.md has how often it does.
     """
     if len(differences) < LEAST_SEEDS:
         return None
