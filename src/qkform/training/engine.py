@@ -67,6 +67,7 @@ class Engine(Trainer):
         self.experiment = experiment
         self.batches = batches
         self.last_loss = math.nan
+        self.last_norm = 0.0  # of the gradient of the step, before it was clipped
         self.last_inputs: Any = None
         self.plain: nn.Module | None = None  # the whole model, on the first process, where `model` is sharded
         self._parts: list[Tensor] = []  # of the loss of the step, one per micro-batch
@@ -142,6 +143,11 @@ class Engine(Trainer):
                     "ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning
                 )
             return super().train(*args, **kwargs)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        self.last_norm = float(states.whole(norm)) if isinstance(norm, Tensor) else float(norm)
+        return norm
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # counting parameters takes longer than a small layer

@@ -80,6 +80,11 @@ def whole(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
+def own(value: Any) -> Any:
+    """This process's part of a tensor."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
 def _as_parameter(value: Any, parameter: Any) -> Any:
     """State of a parameter, sharded as it is."""
     if hasattr(parameter, "device_mesh") and getattr(value, "shape", None) == parameter.shape:
