@@ -12,6 +12,7 @@ help:  ## list the targets
 
 # The stamp is written last: an interrupted set-up starts again.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "installing the environment, about 2 GB: some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable ".[dev]"
 	touch $(STAMP)
@@ -19,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 setup: $(STAMP)  ## environment with everything the tests and commands need, sample models included
 	$(BIN)/qkform samples
 
-demo: setup  ## scan two real models and write qkform-demo.html
+demo: setup  ## scan two real models, train two small ones (two minutes), and write qkform-demo.html
 	$(BIN)/qkform demo
 
 test: setup  ## the tests (at most 12 minutes on two cores)
@@ -35,9 +36,11 @@ check: $(STAMP) docs  ## style, types, and the documentation built strictly
 docs: $(STAMP)  ## the documentation as a site, docs/_build/html/index.html; a link or name that leads nowhere is an error
 	$(BIN)/python -m sphinx -b html -n -W --keep-going --quiet docs docs/_build/html
 
-bench: setup  ## benchmarks, as ratios within one run (20 minutes on a quiet machine)
+bench: setup  ## benchmarks, as ratios within one run (half an hour on a quiet machine)
 	$(BIN)/python benchmarks/scan.py --save benchmarks/results
 	$(BIN)/python benchmarks/attention.py --save benchmarks/results
+	$(BIN)/python benchmarks/tracker.py --save benchmarks/results
+	$(BIN)/python benchmarks/step.py --save benchmarks/results
 
 clean:  ## remove the environment and everything generated
 	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache

@@ -187,8 +187,9 @@ def test_names_that_lead_nowhere_say_what_would_work(here):
     (here / "b.jsonl").write_text('{"text": "b"}')
     with pytest.raises(DataError, match=r"several kinds \(1 of jsonl and 1 of text\); name those"):
         corpus(here)
-    with pytest.raises(DataError, match="no text was named"):
-        corpus([])
+    for nothing in ([], "", " ", [str(here / "a.txt"), ""]):  # an empty path would be the current folder
+        with pytest.raises(DataError, match="no text was named"):
+            corpus(nothing)
     with pytest.raises(DataError, match=r"on_error='ignore'; known: 'raise', 'skip'"):
         corpus(here / "a.txt", on_error="ignore")
 

@@ -123,7 +123,6 @@ def test_rows_and_masks_are_the_same_however_a_step_is_split(made, name):
             ]
             for key in ("input_ids", "labels"):
                 assert torch.equal(torch.cat([part[key] for part in parts]), whole[key])
-        assert batches.counted(step) == int((whole["labels"] != -100).sum())
 
 
 def test_the_tokens_of_a_batch_are_those_of_the_order(made):
@@ -195,6 +194,13 @@ def test_held_out_batches_do_not_know_the_seed_the_size_or_the_processes(made, n
     assert len(ranks[0]) + len(ranks[1]) == -(-n // 3)
     assert torch.equal(ranks[1][0]["input_ids"], whole["input_ids"][3:6])
     assert sum(len(part["labels"]) for part in batches.held_out(batch=3, limit=7)) == 7
+    for limit, world_size in ((None, 1), (None, 2), (7, 2), (7, 3), (7, 5), (2, 3)):
+        shares = [
+            len(list(batches.held_out(batch=3, limit=limit, rank=rank, world_size=world_size)))
+            for rank in range(world_size)
+        ]
+        assert max(shares) == shares[0] == batches.held_out_rounds(3, limit, world_size)
+        assert min(shares) >= shares[0] - 1
     with pytest.raises(DataError, match="at most 0 sequences"):
         list(batches.held_out(limit=0))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import shutil
 import signal
 
 import pytest
@@ -16,9 +18,12 @@ pytest.importorskip("accelerate", reason="training needs accelerate")
 pytest.importorskip("tokenizers", reason="training needs tokenizers")
 
 from qkform.errors import DataError, ExperimentError, TrainingError  # noqa: E402
+from qkform.runs import RunRecord  # noqa: E402
 from qkform.training import Experiment, models, run  # noqa: E402
 from qkform.training.checkpoints import checkpoints, newest, written  # noqa: E402
-from qkform.training.folder import held  # noqa: E402
+from qkform.training.engine import Engine  # noqa: E402
+from qkform.training.folder import begin, claim, held  # noqa: E402
+from qkform.training.watch import Watch  # noqa: E402
 
 
 class Killed(BaseException):
@@ -180,11 +185,16 @@ def test_all_interventions_at_once_are_in_the_model_and_come_back(text, tmp_path
     assert last["layers"][0]["heads"]["self_norm"]
 
 
+SCALED = {"optimizer": "sgd", "lr": 0.3, "clip": 0}  # AdamW and a clip divide the scale of a gradient out
+
+
 @pytest.mark.slow
-def test_accumulated_micro_batches_are_one_batch(whole, text, tmp_path):
-    run(small(text, accumulation=4), tmp_path / "a")
-    assert farthest(tmp_path / "a", whole) < 1e-5
-    losses = [[line["loss"] for line in lines(folder)[1:]] for folder in (tmp_path / "a", whole)]
+@pytest.mark.parametrize("over", [{}, SCALED], ids=["adamw", "sgd"])
+def test_accumulated_micro_batches_are_one_batch(over, text, tmp_path):
+    run(small(text, **over), tmp_path / "one")
+    run(small(text, accumulation=4, **over), tmp_path / "four")
+    assert farthest(tmp_path / "four", tmp_path / "one") < 1e-5
+    losses = [[line["loss"] for line in lines(tmp_path / name)[1:]] for name in ("one", "four")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
@@ -224,20 +234,55 @@ def test_ctrl_c_saves_and_the_run_goes_on_exactly(whole, text, tmp_path):
     assert lines(tmp_path / "a") == lines(whole)
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_names_step_layer_and_checkpoint(text, tmp_path):
-    experiment = small(
-        text, optimizer="sgd", lr=1e9, clip=0, warmup_steps=0, schedule="constant", save_every=1, keep=9
-    )
-    with pytest.raises(TrainingError) as error:
-        run(experiment, tmp_path / "a")
-    said = str(error.value)
-    assert "step " in said
-    assert "the last good checkpoint is" in said
-    assert "model.layers." in said or "holds a value that is not finite" in said
-    good = newest(tmp_path / "a" / "checkpoints")
-    from safetensors.torch import load_file
+def broken_weights(engine):
+    """Scores that overflow: the loss is none."""
+    if engine.state.global_step == 4:
+        engine.model.model.layers[1].attn.Wqkv.weight.data.fill_(1e30)
 
-    assert all(bool(torch.isfinite(w).all()) for w in load_file(good.path / "model.safetensors").values())
+
+def broken_gradient(engine):
+    if engine.state.global_step == 4:
+        weight = engine.model.model.layers[1].mlp.Wo.weight
+        weight.register_hook(lambda gradient: gradient * torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "clip", "said"),
+    [
+        (broken_weights, 1, r"step 5: the loss is nan; the largest logit is \S+, in model\.layers\.1\.attn"),
+        (broken_gradient, 1, r"step 5: the loss is [\d.]+ and the norm of its gradient is (inf|nan)"),
+        (broken_gradient, 0, r"step 5: the loss is [\d.]+ and the norm of its gradient is (inf|nan)"),
+    ],
+)
+def test_a_step_that_would_spoil_the_weights_is_not_made(breaks, clip, said, text, tmp_path, monkeypatch):
+    step = Engine.training_step
+
+    def training_step(engine, *args, **kwargs):
+        breaks(engine)
+        return step(engine, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "training_step", training_step)
+    with pytest.raises(TrainingError, match=said) as error:
+        run(small(text, clip=clip), tmp_path / "a")
+    assert "the weights were not updated; the last good checkpoint is" in str(error.value)
+    assert "step-3; a smaller lr" in str(error.value)
+    assert events(tmp_path / "a")[-1] == {"event": "end", "step": 4, "reason": "nan"}
+
+
+def test_weights_that_are_no_numbers_are_not_saved(text, tmp_path, monkeypatch):
+    save = Watch._save
+
+    def spoiled(watch, step):
+        if step == 6:
+            watch.engine.model.model.layers[1].mlp.Wo.weight.data[3, 2] = torch.inf
+        save(watch, step)
+
+    monkeypatch.setattr(Watch, "_save", spoiled)
+    with pytest.raises(
+        TrainingError, match=r"step 6: model\.layers\.1\.mlp\.Wo\.weight holds .* is .*step-3; a smaller"
+    ):
+        run(small(text), tmp_path / "a")
+    assert newest(tmp_path / "a" / "checkpoints").step == 3
     assert events(tmp_path / "a")[-1]["reason"] == "nan"
 
 
@@ -267,14 +312,78 @@ def test_changed_text_is_noticed_and_nothing_is_lost(text, tmp_path):
         run(small(mine), tmp_path / "a", progress=killed_at(4))
     (mine / "000.txt").write_text("other words, " * 400)
     before = (tmp_path / "a" / "record.jsonl").read_bytes()
-    with pytest.raises(TrainingError, match=r"is not the text that the run in .* began with"):
+    with pytest.raises(DataError, match=r"the text .*changed since the run in \S+/a began; go on with"):
         run(small(mine), tmp_path / "a", resume=True)
     assert (tmp_path / "a" / "record.jsonl").read_bytes() == before
 
 
-def test_checkpoints_that_are_gone_are_missed(text, tmp_path):
-    import shutil
+@pytest.mark.parametrize(
+    ("made_of", "said"),
+    [
+        ({"tokenizer": "another"}, ": the tokenizer has changed since"),
+        ({"tokenizer": "another", "held_out": 0.1}, ": the tokenizer and the share of held-out text have"),
+        (None, ": the text, the tokenizer or the share of held-out text has"),  # of an older checkpoint
+    ],
+)
+def test_the_text_is_not_blamed_for_whatever_changed(made_of, said, whole, tmp_path):
+    mine = tmp_path / "a"
+    shutil.copytree(whole, mine)
+    for file in mine.glob("checkpoints/*/qkform.json"):
+        facts = json.loads(file.read_text())
+        before = facts.pop("made_of")
+        if made_of is not None:
+            facts["made_of"] = {**before, **made_of}
+        file.write_text(json.dumps({**facts, "data": "another"}))
+    with pytest.raises(DataError, match=said):
+        run(Experiment.load(mine / "experiment.yaml"), mine, resume=True)
 
+
+def test_a_run_that_was_killed_before_its_end_was_noted_has_one_after(whole, tmp_path):
+    mine = tmp_path / "a"
+    shutil.copytree(whole, mine)
+    record = mine / "record.jsonl"
+    record.write_bytes(b"".join(record.read_bytes().splitlines(keepends=True)[:-1]))
+    assert RunRecord.load(mine).end is None
+    ended = run(Experiment.load(mine / "experiment.yaml"), mine, resume=True)
+    assert RunRecord.load(mine).end == events(whole)[-1] == {"event": "end", "step": 8, "reason": "finished"}
+    assert ended.reason == "finished"
+    assert lines(mine) == lines(whole)
+    before = record.read_bytes()
+    run(Experiment.load(mine / "experiment.yaml"), mine, resume=True)
+    assert record.read_bytes() == before
+
+
+def test_a_kill_while_the_experiment_is_written_locks_nobody_out(tmp_path):
+    one, path = Experiment(), tmp_path / "experiment.yaml"
+    (tmp_path / ".experiment.yaml").write_text("preset: ti")
+    (tmp_path / ".lock").touch()
+    assert claim(tmp_path, one, resume=False) is None
+    with pytest.raises(TrainingError, match=r"\(it is empty\).*begin without --resume"):
+        claim(tmp_path, one, resume=True)
+    begin(tmp_path, one, None)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".lock", "experiment.yaml"]
+    (tmp_path / ".experiment.yaml").write_text("preset: ti")  # of a later one
+    assert claim(tmp_path, one, resume=True) is None
+    assert Experiment.load(path) == one
+
+
+@pytest.mark.parametrize(
+    ("code", "ours"), [(errno.ENOLCK, True), (errno.EOPNOTSUPP, True), (errno.EACCES, False)]
+)
+def test_a_file_system_without_locks_holds_nobody_back(code, ours, tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(code, "no")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    if ours:
+        with held(tmp_path):
+            pass
+        return
+    with pytest.raises(TrainingError, match="another training writes"), held(tmp_path):
+        pass
+
+
+def test_checkpoints_that_are_gone_are_missed(text, tmp_path):
     with pytest.raises(Killed):
         run(small(text), tmp_path / "a", progress=killed_at(4))
     shutil.rmtree(tmp_path / "a" / "checkpoints")
@@ -413,11 +522,21 @@ def test_a_process_that_is_killed_leaves_what_an_unbroken_one_does(whole, text, 
     assert lines(folder) == lines(whole)
 
 
-def test_two_processes_are_one_with_the_same_batch(text, tmp_path):
-    experiment = small(text, steps=20, accumulation=2, qk_lr_ratio=4)
-    done = command(*flags(experiment, tmp_path / "two"), processes=2)
+@pytest.mark.parametrize(
+    "over",
+    [
+        SCALED,
+        pytest.param({"optimizer": "adamw"}, marks=pytest.mark.slow),
+        pytest.param({**SCALED, "parallel": "fsdp"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda over: "-".join(str(value) for value in over.values()),
+)
+def test_two_processes_are_one_with_the_same_batch(over, text, tmp_path):
+    """Five held-out sequences in batches of two: the first process has two of the three, the second one."""
+    over = {"steps": 20, "qk_lr_ratio": 4, "held_out": 5, **over}
+    done = command(*flags(small(text, accumulation=2, **over), tmp_path / "two"), processes=2)
     assert done.returncode == 0, done.stderr
-    run(small(text, steps=20, qk_lr_ratio=4), tmp_path / "one")
+    run(small(text, **over), tmp_path / "one")
     assert farthest(tmp_path / "two", tmp_path / "one") < 1e-5
     for one, two in zip(lines(tmp_path / "one"), lines(tmp_path / "two"), strict=True):
         assert one["held_out"] == pytest.approx(two["held_out"], abs=1e-5)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import copy
+import pickle
+from dataclasses import asdict, fields
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -70,6 +73,12 @@ def test_yaml_as_people_write_it(tmp_path):
     assert read.model_config["hidden_size"] == 64
 
 
+def endless():
+    inner = {}
+    inner["a"] = inner
+    return inner
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -97,6 +106,16 @@ def test_yaml_as_people_write_it(tmp_path):
         ({"data": []}, "data: nothing is named"),
         ({"momentum": 0.9}, "momentum: 0.9 is for sgd, and optimizer is adamw"),
         ({"momentum": 1, "optimizer": "sgd"}, "momentum: 1.0; expected"),
+        ({"steps": 10**400}, "expected a whole number from 1, and none beyond 9223372036854775807"),
+        ({"lr": 10**5000}, "lr: a int that is too long to show; expected a number above 0"),
+        ({"lr": "9" * 5000}, "lr: '999"),
+        ({"config": {"a": {"b": date(2024, 1, 2)}}}, "config: a: b: datetime.date(2024, 1, 2), a date; "),
+        ({"config": {"a": [b"x"]}}, "config: a: b'x', a bytes; expected plain values"),
+        ({"config": {"a": {1: 0, "1": 2}}}, "config: a: 1 is there as a number and as a text"),
+        ({"config": {"a": endless()}}, "nested more than 32 levels deep"),
+        ({"data": ""}, "data: '' names nothing"),
+        ({"data": ["a.txt", " "]}, "data: ' ' names nothing"),
+        ({"tokenizer": ""}, "tokenizer: '' names nothing"),
     ],
 )
 def test_a_wrong_option_is_named_with_what_would_work(given, said):
@@ -141,6 +160,16 @@ def test_experiments_cannot_be_changed():
         Experiment().lr = 1
     with pytest.raises(TypeError):
         Experiment(config={"a": 1}).config["a"] = 2
+
+
+def test_an_experiment_goes_where_values_go():
+    one = Experiment(config={"a": {"b": [1, {"c": None}]}})
+    through = pickle.loads(pickle.dumps(one))  # noqa: S301
+    for other in (through, copy.deepcopy(one), Experiment(**asdict(one))):
+        assert (other, hash(other), other.to_yaml()) == (one, hash(one), one.to_yaml())
+        with pytest.raises(TypeError):
+            other.config.update(a=2)
+    assert len({one, copy.copy(one), Experiment(config={"a": 2})}) == 2
 
 
 def test_presets_lie_in_the_package():

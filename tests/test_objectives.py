@@ -11,7 +11,6 @@ from qkform.training.objectives import (
     IGNORED,
     MaskedTokens,
     NextToken,
-    loss_function,
     objective,
     summed_loss,
 )
@@ -181,7 +180,7 @@ def test_the_loss_is_the_one_that_transformers_own_models_compute(name):
 def test_two_micro_batches_of_eight_are_one_batch_of_sixteen(name):
     torch = pytest.importorskip("torch")
     task = MaskedTokens(4, SPECIALS, 40, 0.3) if name == "mlm" else NextToken(0)
-    loss = loss_function(task)
+    loss = task.loss
     ids = tokens(16, 11)
     inputs, labels = (torch.from_numpy(array) for array in task.corrupted(ids, words(ids)))
     torch.manual_seed(0)

@@ -285,6 +285,8 @@ def test_steps_that_come_in_the_wrong_order(path):
         tracker.step(2)
     with pytest.raises(DynamicsError, match="step is -1"):
         tracker.step(-1)
+    with pytest.raises(DynamicsError, match="experiment is a str; it is a mapping"):
+        Tracker(model, path=path, experiment="tiny")
     with pytest.raises(DynamicsError, match="the event 'end' is the tracker's own"):
         tracker.event("end")
     tracker.event("note", text="a line of its own")

@@ -9,6 +9,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from qkform.dynamics import Tracker
+from qkform.dynamics.tracker_events import held_out_in
 from qkform.errors import DynamicsError, RecordError
 from qkform.runs import RunRecord
 from tests.test_tracker import batch_of, bert, without_clock
@@ -112,6 +113,19 @@ def test_tokens_are_those_that_are_no_padding(tmp_path, path):
     run.train()
     assert RunRecord.load(again).series("tokens")[1] == counted
     assert counted[-1] == run.state.num_input_tokens_seen
+
+
+@pytest.mark.parametrize("prefix", ["eval", "eval_books", "test"])
+def test_a_metric_that_is_called_a_loss_is_not_the_held_out_loss(prefix):
+    metrics = {
+        f"{prefix}_aux_loss": 7.0,
+        f"{prefix}_mlm_loss": 8.0,
+        f"{prefix}_loss": 2.5,
+        f"{prefix}_runtime": 1.0,
+    }
+    assert held_out_in(metrics) == 2.5, "in the Trainer's order"
+    assert held_out_in(dict(reversed(metrics.items()))) == 2.5
+    assert held_out_in({"epoch": 1.0}) is None
 
 
 def test_the_first_held_out_batch_is_the_probe(tmp_path, path):

@@ -78,7 +78,7 @@ def ratios_of(found: RunSet) -> Sequence[float]:
     """The ratios of learning rates that the experiments of the runs name, and 1; the default ones where none does."""
     from math import isfinite
 
-    named = {run.experiment.get("qk_lr_ratio") for run in found.runs}
+    named = [run.experiment.get("qk_lr_ratio") for run in found.runs]
     known = {float(r) for r in named if isinstance(r, (int, float)) and not isinstance(r, bool)}
     ratios = {1.0, *(ratio for ratio in known if isfinite(ratio) and ratio > 0)}
     return sorted(ratios) if len(ratios) > 1 else RATIOS

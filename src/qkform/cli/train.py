@@ -122,19 +122,23 @@ def _given(asked: Any) -> dict[str, Any]:
     values = {one.name: getattr(asked, one.name) for one in fields(asked)}
     given = {name: value for name, value in values.items() if value is not None}
     if "config" in given:
-        given["config"] = dict(_pair(text) for text in given["config"])
+        pairs = [_pair(text) for text in given["config"]]
+        given["config"] = dict(pairs)
+        if len(given["config"]) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ExperimentError(f"--config {max(names, key=names.count)} is there twice")
     return given
 
 
 def _pair(text: str) -> tuple[str, Any]:
-    import yaml  # type: ignore[import-untyped]
+    from qkform.training.strict_yaml import loaded
 
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise ExperimentError(f"--config {text[:60]!r}: expected NAME=VALUE, as in --config hidden_size=64")
     try:
-        return name, yaml.safe_load(value)
-    except yaml.YAMLError:
+        return name, loaded(value, f"--config {name[:60]}")
+    except ExperimentError:
         return name, value
 
 

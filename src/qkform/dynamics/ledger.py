@@ -63,8 +63,8 @@ class Ledger:
         finally:
             self.tracker_seconds += time.perf_counter() - start
 
-    def line(self, since: float = 0.0) -> dict[str, Any]:
-        """The fields of a tracked step; `since` are own seconds that are not counted yet."""
+    def line(self) -> dict[str, Any]:
+        """The fields of a tracked step."""
         seconds = self.seconds
         rate = None
         if self._last is not None and self.tokens is not None and seconds > self._last[1]:
@@ -72,7 +72,7 @@ class Ledger:
         self._last = (self.tokens or 0, seconds)
         return {
             "seconds": seconds,
-            "tracker_seconds": self.tracker_seconds + since,
+            "tracker_seconds": self.tracker_seconds,
             "tokens_per_second": rate,
         }
 

@@ -32,9 +32,24 @@ def total(value: float, device: torch.device) -> float:
     """The sum over processes, each of which has to call this; float64, exact for whole numbers."""
     if not together():
         return value
-    kept: Tensor = torch.tensor(value, dtype=torch.float64, device=_reachable(device))
-    dist.all_reduce(kept)
-    return float(kept)
+    return float(summed(torch.tensor(value, dtype=torch.float64, device=_reachable(device))))
+
+
+def summed(value: Tensor) -> Tensor:
+    """The sum of a tensor over processes, each of which has to call this; the tensor of each stays as it is."""
+    if together():
+        value = value.clone()
+        dist.all_reduce(value)
+    return value
+
+
+def of_all(value: T) -> list[T]:
+    """The value of every process, by rank; each of them has to call this."""
+    if not together():
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def by_first(compute: Callable[[], T], device: torch.device) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Mapping
@@ -77,8 +78,12 @@ class Tracker(TrainerEvents):
             raise DynamicsError(f"resume is {resume!r}; it is the step of a checkpoint, 0 or more")
         if not isinstance(conflict, int) or conflict < 0:
             raise DynamicsError(f"conflict is {conflict!r}; it is True, or a number of permutations")
+        if experiment is not None and not isinstance(experiment, Mapping):
+            raise DynamicsError(
+                f"experiment is a {type(experiment).__name__}; it is a mapping of names to plain values"
+            )
         self.model, self.every, self.path = model, every, Path(path)
-        if self.path.is_dir():
+        if os.path.isdir(self.path):
             raise RecordError(
                 f"cannot write {path}: it is a folder; name a file in it, such as {self.path / NAME}"
             )

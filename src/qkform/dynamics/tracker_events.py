@@ -127,8 +127,7 @@ class TrainerEvents:
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **had: Any) -> None:
         if self._measures is None:  # the Trainer is not training
             return
-        losses = [value for name, value in (metrics or {}).items() if name.endswith("_loss")]
-        self._known = {**self._known, "held_out": float(losses[0]) if losses else None}
+        self._known = {**self._known, "held_out": held_out_in(metrics or {})}
         if self._line is not None and self._wants_probe:
             self._take_probe(had.get("eval_dataloader"), args)
         self._flush()
@@ -259,6 +258,16 @@ class TrainerEvents:
         kept, name = state.stateful_callbacks, type(self).__name__
         if not isinstance(kept.get(name), list):
             kept[name] = self.state()
+
+
+def held_out_in(metrics: Mapping[str, Any]) -> float | None:
+    """The loss of an evaluation, None where it has none.
+
+    The Trainer names it PREFIX_loss and a metric of the user's PREFIX_NAME, which may be PREFIX_aux_loss and stand
+    before it: the shortest name is the loss.
+    """
+    name = min((name for name in metrics if name.endswith("_loss")), key=len, default=None)
+    return None if name is None else float(metrics[name])
 
 
 def _probe_or_reason(dataloader: Any, sequences: int) -> Probe | str:

@@ -26,7 +26,8 @@ def number(value: Any) -> float | None:
     """A finite number of five digits, or None."""
     if not is_number(value) or isinstance(value, bool):
         return None
-    return float(f"{value:.5g}")
+    short = float(f"{value:.5g}")
+    return short if is_number(short) else None  # the largest floats round to infinity
 
 
 def steps_drawn(run: Run, curves: int) -> list[Mapping[str, Any]]:
@@ -137,9 +138,10 @@ def excesses(points: Sequence[Row]) -> list[Row]:
     for (run, step, layer), rows in groups.items():
         found, sd = values(rows, "excess"), values(rows, "null_sd")
         if found:
-            wide = 2 * fmean(sd) if sd else None
+            one_std = _mean(sd)
+            wide = None if one_std is None or not is_number(2 * one_std) else 2 * one_std
             out.append(
-                {"run": run, "step": step, "layer": layer, "excess": fmean(found)}
+                {"run": run, "step": step, "layer": layer, "excess": _mean(found)}
                 | {"low": None if wide is None else -wide, "high": wide}
             )
     return out
@@ -204,16 +206,25 @@ def _mean_self_norm(row: Mapping[str, Any]) -> float | None:
     """The mean over heads: a layer's heads have self scores, the sum over them has none."""
     listed = row["heads"].get("self_norm") if isinstance(row.get("heads"), Mapping) else None
     found = [v for v in map(number, listed) if v is not None] if isinstance(listed, list) else []
-    return number(fmean(found)) if found else None
+    return number(_mean(found))
 
 
 def _module(about: Any) -> str:
     return text(about.get("module") or "") if isinstance(about, Mapping) else ""
 
 
+def _mean(found: Sequence[float]) -> float | None:
+    """None for a mean of nothing, and for one that is beyond every float."""
+    try:
+        return fmean(found) if found else None
+    except OverflowError:
+        return None
+
+
 def _median(rows: Sequence[Row], name: str) -> float | None:
     found = values(rows, name)
-    return median(found) if found else None
+    middle = median(found) if found else None
+    return middle if is_number(middle) else None
 
 
 def _said(event: Mapping[str, Any]) -> str:

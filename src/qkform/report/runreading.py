@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from qkform.errors import RecordError
 from qkform.runs import RunRecord
-from qkform.runs.lines import Line
+from qkform.runs.lines import Line, no_object, object_in
 from qkform.runs.record import from_lines
 
 LARGE = 2**25  # bytes; a record that is larger is not read whole where few of its steps are wanted
@@ -22,8 +22,14 @@ def thinned(place: Path, most: int | None) -> tuple[RunRecord, int]:
     cannot be read.
     """
     try:
-        large = most is not None and place.suffix != ".json" and place.stat().st_size > LARGE
-    except OSError:
+        there = place.stat()
+        large = (
+            most is not None
+            and place.suffix != ".json"
+            and there.st_size > LARGE
+            and stat.S_ISREG(there.st_mode)
+        )
+    except (OSError, ValueError):
         large = False  # reading it says what is wrong
     if large and most is not None:
         return _sampled(place, most)
@@ -58,21 +64,13 @@ def _sampled(place: Path, most: int) -> tuple[RunRecord, int]:
             for number, start in kept:
                 file.seek(start)
                 raw = file.readline()
-                value = _object(raw)
+                value = object_in(raw, place, number)
                 if value is not None:
                     lines.append(Line(number, raw, value))
                 elif (number, start) != max(steps + events):
-                    raise RecordError(f"{place}, line {number}: no JSON object: {raw[:40]!r}...")
+                    raise RecordError(no_object(raw, place, number))
     except OSError as error:
         raise RecordError(f"cannot read the record {place}: {error.strerror or error}") from None
     if not lines:
         raise RecordError(f"{place} has no complete line: the run was killed before its record began")
     return from_lines(place, lines), len(steps)
-
-
-def _object(raw: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

@@ -22,7 +22,7 @@ def runs_screen(runs: RunSet, *, width: int, unicode: bool) -> Iterator[Any]:
     from rich.text import Text
 
     if len(runs.runs) > 1:
-        yield table_of("", _run_columns(runs, width, unicode), list(runs.runs), unicode=unicode)
+        yield table_of("", _run_columns(width, unicode), list(runs.runs), unicode=unicode)
     for run in runs.runs:
         yield from _one(run, width=width, unicode=unicode)
     if runs.runs:
@@ -105,7 +105,7 @@ def _losses(last: Mapping[str, Any]) -> list[str]:
     return [f"{name} {value:.4f}" for name, value in found if value is not None]
 
 
-def _run_columns(runs: RunSet, width: int, unicode: bool) -> list[Column]:
+def _run_columns(width: int, unicode: bool) -> list[Column]:
     arrow = "→" if unicode else ">"
 
     def loss(name: str, title: str) -> Column:

@@ -147,20 +147,26 @@ class RunSet(Table):
         records, tracked, errors = [], [], []
         for path in paths:
             try:
-                for place in found_at(Path(path)):
-                    record, count = thinned(place, None if every_step else MOST)
-                    records.append((str(place.parent if place.name == NAME else place), record))
-                    tracked.append(count)
+                places = found_at(Path(path))
             except RecordError as error:
                 errors.append(SourceFault(text(os.fspath(path)), text(error)))
+                continue
+            for place in places:
+                try:
+                    record, count = thinned(place, None if every_step else MOST)
+                except RecordError as error:
+                    errors.append(SourceFault(text(os.fspath(place)), text(error)))
+                    continue
+                records.append((str(place.parent if place.name == NAME else place), record))
+                tracked.append(count)
         return cls.of(records, tracked, errors=errors, flow=flow, every_step=every_step)
 
 
 def found_at(path: Path) -> list[Path]:
     """The records at a place: itself, the one in a folder, or those of the folders in it; RecordError for none."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return [path]
-    if (path / NAME).exists():
+    if os.path.lexists(path / NAME):
         return [path / NAME]
     found = sorted([*path.glob(f"*/{NAME}"), *path.glob(f"*/*/{NAME}")])
     if not found:

@@ -3,7 +3,8 @@
 `RunRecord.load(path)` reads one, also while the run goes on or after it was killed; `RunWriter` appends to one.
 """
 
-from qkform.runs.record import CONFLICT, MEASURES, NAME, SCHEMA, RunRecord
+from qkform.runs.fields import CONFLICT, MEASURES, NAME, SCHEMA
+from qkform.runs.record import RunRecord
 from qkform.runs.writer import RunWriter
 
 __all__ = ["CONFLICT", "MEASURES", "NAME", "SCHEMA", "RunRecord", "RunWriter"]

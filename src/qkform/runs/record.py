@@ -7,31 +7,17 @@ the run; every other line is one tracked step. docs/tracking.md lists what is in
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from qkform.errors import RecordError
 from qkform.records import Row, Table, plain_row
-from qkform.runs.lines import Line, encoded, read_lines
+from qkform.runs.checks import check_event, check_start, check_step
+from qkform.runs.fields import CONFLICT, MEASURES, NAME, SCHEMA, SELF_NORM
+from qkform.runs.lines import Line, encoded, parsed, read_lines, read_whole
 
-SCHEMA = "qkform.run/1"
-NAME = "record.jsonl"
-
-# What a layer, and a head under "heads", is measured by; null where it is not defined or not measured.
-MEASURES = (
-    "symmetry",  # [-1, 1], of the layer's sum over heads, as a scan gives it
-    "symmetry_z",
-    "null_sd",  # standard deviation of the symmetry of random weights with this spectrum; their mean is 1/d_model
-    "directionality",  # [-1, 1]
-    "norm",  # >= 0
-    "entropy",  # nats, mean over the probe's rows; of a layer: mean over heads
-    "normalised_entropy",  # [0, 1]
-    "largest",  # (0, 1], mean over rows of the largest weight
-)
-SELF_NORM = "self_norm"  # of heads whose self score is decoupled
-CONFLICT = ("cosine", "null_mean", "null_sd", "excess", "share")  # per head, where conflict was asked for
 _OF_STEP: dict[str, type] = {
     "step": int,
     "loss": float,  # of that step, mean over counted tokens, nats; null at step 0
@@ -109,7 +95,7 @@ class RunRecord(Table):
     def _of_step(self, step: Mapping[str, Any], name: str) -> Any:
         group = name.removeprefix("rates.")
         if group != name:
-            return step["rates"].get(group)
+            return (step.get("rates") or {}).get(group)
         if name not in _OF_STEP:
             raise RecordError(f"a step has no {name!r}; it has {', '.join(_OF_STEP)}, rates.NAME")
         return step.get(name)
@@ -122,9 +108,12 @@ class RunRecord(Table):
                 return found[0]
         elif 0 <= layer < len(layers):
             return layer
-        raise RecordError(
-            f"no layer {layer!r}; there are 0 to {len(layers) - 1}, at {layers[0]['module']!r}, ..."
+        there = (
+            f"there are 0 to {len(layers) - 1}, at {layers[0]['module']!r}, ..."
+            if layers
+            else "there is none"
         )
+        raise RecordError(f"no layer {layer!r}; {there}")
 
     def _place_heads(self, place: int) -> int:
         return int(self.start["layers"][place]["n_heads"])
@@ -157,23 +146,21 @@ class RunRecord(Table):
         return lambda to: to.write_bytes(data)
 
     @classmethod
-    def _from_document(cls, document: Mapping[str, Any]) -> RunRecord:
-        record = cls(document["start"], document["events"], document["steps"])
-        for step in record.steps:
-            check_step(step)
-        return record
-
-    @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RunRecord:
         """Read a record: the file, the folder of a run that holds record.jsonl, or what `save` wrote as .json.
 
-        A last line that a kill left half-written is dropped. RecordError, with file and line, for anything else.
+        A last line that a kill left half-written is dropped. RecordError, with file and line, for anything else that is
+        no record; what comes from here is what docs/tracking.md says in every field that it names.
         """
         file = Path(path)
-        if file.is_dir():
+        if os.path.isdir(file):
+            if not os.path.lexists(file / NAME):
+                raise RecordError(
+                    f"{file} is a folder without {NAME}; name the folder of a run, or its {NAME}"
+                )
             file = file / NAME
         if file.suffix.lower() == ".json":
-            return super().load(file)
+            return _of_document(file, read_whole(file))
         lines = read_lines(file)
         if not lines:
             raise RecordError(f"{file} has no complete line: the run was killed before its record began")
@@ -182,44 +169,56 @@ class RunRecord(Table):
 
 def from_lines(file: Path, lines: Sequence[Line]) -> RunRecord:
     """The record of these lines; RecordError that names the line where it is none."""
-    start = lines[0].value
-    if start.get("event") != "start" or start.get("schema") != SCHEMA:
-        raise RecordError(f"{file}, line 1: schema {start.get('schema')!r}; this version reads {SCHEMA!r}")
-    if not isinstance(start.get("layers"), list):
-        raise RecordError(f"{file}, line 1: it has no list of layers")
+    return _checked(
+        lines[0].value, ((f"{file}, line {line.number}", line.value) for line in lines[1:]), f"{file}, line 1"
+    )
+
+
+def _of_document(file: Path, raw: bytes) -> RunRecord:
+    """The record of what `to_dict` gives, as JSON."""
+    try:
+        document = parsed(raw)
+    except (ValueError, RecordError) as error:
+        raise RecordError(
+            f"cannot read the record {file}: {error}; what `save` wrote as .json can be read"
+        ) from None
+    found = document.get("schema") if isinstance(document, dict) else None
+    if found != SCHEMA:
+        raise RecordError(f"{file} has schema {found!r}; this version reads {SCHEMA!r}")
+    for name, kind in (("start", dict), ("events", list), ("steps", list)):
+        if not isinstance(document.get(name), kind):
+            raise RecordError(f"{file} says it is {SCHEMA!r} but has no {kind.__name__} {name!r}")
+    after = [
+        (f"{file}, {name}[{i}]", line)
+        for name in ("events", "steps")
+        for i, line in enumerate(document[name])
+    ]
+    return _checked(document["start"], after, f"{file}, start")
+
+
+def _checked(start: dict[str, Any], after: Iterable[tuple[str, Any]], where: str) -> RunRecord:
+    """The record of a first line and (where it stands, what it says) of those after it."""
     events: list[dict[str, Any]] = []
     steps: list[dict[str, Any]] = []
-    for line in lines[1:]:
-        if "event" in line.value:
-            events.append(line.value)
-            continue
-        try:
-            check_step(line.value)
-        except (KeyError, TypeError) as error:
-            raise RecordError(f"{file}, line {line.number}: {error.args[0]}") from None
-        if steps and line.value["step"] <= steps[-1]["step"]:
-            raise RecordError(
-                f"{file}, line {line.number}: step {line.value['step']} after step {steps[-1]['step']}; "
-                "has something else written to it?"
-            )
-        if len(line.value["layers"]) != len(start["layers"]):
-            raise RecordError(
-                f"{file}, line {line.number}: {len(line.value['layers'])} layers; "
-                f"line 1 describes {len(start['layers'])}"
-            )
-        steps.append(line.value)
+    try:
+        check_start(start)
+        for place, line in after:
+            where = place
+            if not isinstance(line, dict):
+                raise RecordError("no object")
+            if "event" in line:
+                check_event(line)
+                events.append(line)
+                continue
+            check_step(line, start["layers"])
+            if steps and line["step"] <= steps[-1]["step"]:
+                raise RecordError(
+                    f"step {line['step']} after step {steps[-1]['step']}; has something else written to it?"
+                )
+            steps.append(line)
+    except RecordError as error:
+        raise RecordError(f"{where}: {error}") from None
     return RunRecord(start, events, steps)
-
-
-def check_step(step: Mapping[str, Any]) -> None:
-    """KeyError or TypeError unless this is the line of a tracked step."""
-    number = step.get("step")
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise TypeError(f"step is {number!r}; it must be a whole number, 0 or more")
-    if not isinstance(step.get("layers"), list) or not all(isinstance(row, dict) for row in step["layers"]):
-        raise TypeError(f"step {number} has no list of layers")
-    if not isinstance(step.get("rates", {}), dict):
-        raise TypeError(f"step {number} has rates that are no object")
 
 
 def _rows(step: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
@@ -227,7 +226,7 @@ def _rows(step: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> Itera
     names = [name for name in RunRecord.columns() if name not in _OF_STEP and name not in _OF_LAYER]
     for layer, row in zip(layers, step["layers"], strict=True):
         about = {name: layer.get(name) for name in _OF_LAYER}
-        for head in (None, *range(int(layer["n_heads"]))):
+        for head in (None, *range(layer["n_heads"])):
             yield of_step | about | {"head": head} | {name: _measure(row, name, head) for name in names}
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from qkform.errors import RecordError
-from qkform.runs.lines import Line, encoded, read_lines
-from qkform.runs.record import SCHEMA, RunRecord, check_step, from_lines
+from qkform.runs.checks import check_event, check_start, check_step
+from qkform.runs.fields import SCHEMA
+from qkform.runs.lines import Line, dumped, finite, read_lines
+from qkform.runs.record import RunRecord, from_lines
 
 if sys.platform != "win32":  # two writers are not told apart there
     import fcntl
@@ -31,9 +33,15 @@ class RunWriter:
     last_step   of the last line of a tracked step; None before the first
     """
 
-    def __init__(self, path: Path, handle: int, last_step: int | None = None, *, begun: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        handle: int,
+        last_step: int | None = None,
+        layers: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
         self.path, self.last_step = path, last_step
-        self._handle, self._begun = handle, begun
+        self._handle, self._layers = handle, layers  # those of the first line; None before it is written
         self._end = os.fstat(handle).st_size
 
     @classmethod
@@ -75,46 +83,51 @@ class RunWriter:
             kept = [line for line in lines if "event" in line.value or line.value["step"] <= step]
             event = {"event": "resume", "step": step, "exact": exact, "reason": reason}
             event |= {} if environment is None else {"environment": environment}
-            data = b"".join([*(line.raw for line in kept), encoded(event)])
+            check_event(event := finite(event))
+            data = b"".join([*(line.raw for line in kept), dumped(event)])
             renamed = _replaced(file, data)
         finally:
             os.close(handle)
         steps = [each for each in before.steps if each["step"] <= step]
         record = RunRecord(before.start, [*before.events, event], steps)
-        return cls(file, renamed, steps[-1]["step"] if steps else None, begun=True), record
+        return cls(file, renamed, steps[-1]["step"] if steps else None, before.start["layers"]), record
 
     def start(self, line: Mapping[str, Any]) -> None:
         """The first line: "event" and "schema" are put in front of what is given."""
-        if self._begun:
+        if self._layers is not None:
             raise RecordError(f"{self.path} has begun already; its first line is there")
-        self._write({"event": "start", "schema": SCHEMA, "step": 0, **line})
-        self._begun = True
+        first = self._plain({"event": "start", "schema": SCHEMA, "step": 0, **line}, check_start)
+        self._write(first)
+        self._layers = first["layers"]
 
     def append(self, line: Mapping[str, Any]) -> None:
         """The line of a tracked step. RecordError unless its step comes after the last one."""
-        check_step(line)
-        if not self._begun:
+        if self._layers is None:
             raise RecordError(f"{self.path} has no first line yet; write `start` before the steps")
-        if self.last_step is not None and line["step"] <= self.last_step:
+        if "event" in line:
+            raise RecordError(f"no line of a step for {self.path}: it has 'event', which is of `event` alone")
+        layers = self._layers
+        found = self._plain(line, lambda plain: check_step(plain, layers))
+        if self.last_step is not None and found["step"] <= self.last_step:
             raise RecordError(
-                f"{self.path} has step {self.last_step} already, and step {line['step']} comes before or is it; "
+                f"{self.path} has step {self.last_step} already, and step {found['step']} comes before or is it; "
                 "resume the record at the step where training goes on"
             )
-        self._write(line)
-        self.last_step = line["step"]
+        self._write(found)
+        self.last_step = found["step"]
 
     def event(self, name: str, **said: Any) -> None:
         """A line that says what happened to the run."""
-        if not self._begun:
+        if self._layers is None:
             raise RecordError(f"{self.path} has no first line yet; write `start` before the events")
-        self._write({"event": name, **said})
+        self._write(self._plain({"event": name} | said | {"event": name}, check_event))
 
     def close(self) -> None:
         """Let the file go. A record that never began leaves no file."""
         handle, self._handle = self._handle, -1
         if handle < 0:
             return
-        if not self._begun and os.fstat(handle).st_size == 0:
+        if self._layers is None and os.fstat(handle).st_size == 0:
             with suppress(OSError):
                 self.path.unlink()
         os.close(handle)
@@ -123,11 +136,22 @@ class RunWriter:
     def closed(self) -> bool:
         return self._handle < 0
 
+    def _plain(self, line: Mapping[str, Any], check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """The line as JSON holds it; RecordError unless it is one that can be read back."""
+        try:
+            plain: dict[str, Any] = finite(line)
+            check(plain)
+        except RecordError as error:
+            raise RecordError(f"this is no line for {self.path}: {error}") from None
+        except RecursionError:
+            raise RecordError(f"this is no line for {self.path}: something in it holds itself") from None
+        return plain
+
     def _write(self, line: Mapping[str, Any]) -> None:
         """The whole line or nothing of it, on the disk when this returns."""
         if self.closed:
             raise RecordError(f"{self.path} is closed; nothing more can be written to it")
-        _put(self._handle, encoded(line), self._end, self.path)
+        _put(self._handle, dumped(line), self._end, self.path)
         self._end = os.fstat(self._handle).st_size
 
 
@@ -148,7 +172,7 @@ def _put(handle: int, data: bytes, end: int, path: Path) -> None:
 
 def _opened(file: Path, flags: int = 0) -> int:
     """The file, open at its end and locked; RecordError where that cannot be."""
-    if file.is_dir():
+    if os.path.isdir(file):
         raise RecordError(
             f"cannot write {file}: it is a folder; name a file in it, such as {file / 'record.jsonl'}"
         )
@@ -157,8 +181,8 @@ def _opened(file: Path, flags: int = 0) -> int:
     except FileNotFoundError:
         what = "its folder does not exist" if flags else "there is no record to resume"
         raise RecordError(f"cannot write {file}: {what}") from None
-    except OSError as error:
-        raise RecordError(f"cannot write {file}: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:
+        raise RecordError(f"cannot write {file}: {getattr(error, 'strerror', None) or error}") from None
     if not _locked(handle) or not _is_at(handle, file):
         os.close(handle)
         raise RecordError(f"{file} is being written by another process: is the same run going on elsewhere?")

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from qkform import surgery
+from qkform.dynamics.processes import summed
 from qkform.errors import ExperimentError
 from qkform.training import states
 from qkform.training.experiment import Experiment
+from qkform.training.objectives import IGNORED
 
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
@@ -65,6 +67,7 @@ class Engine(Trainer):
         self.experiment = experiment
         self.batches = batches
         self.last_loss = math.nan
+        self.last_norm = 0.0  # of the gradient of the step, before it was clipped
         self.last_inputs: Any = None
         self.plain: nn.Module | None = None  # the whole model, on the first process, where `model` is sharded
         self._parts: list[Tensor] = []  # of the loss of the step, one per micro-batch
@@ -102,8 +105,8 @@ class Engine(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Tensor:
         """Counted tokens of the whole step: of all processes and micro-batches."""
-        count = sum(batch["labels"].ne(-100).sum() for batch in batch_samples).to(device)
-        return states.summed(count)
+        count = sum(batch["labels"].ne(IGNORED).sum() for batch in batch_samples).to(device)
+        return summed(count)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -141,6 +144,11 @@ class Engine(Trainer):
                 )
             return super().train(*args, **kwargs)
 
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        self.last_norm = float(states.whole(norm)) if isinstance(norm, Tensor) else float(norm)
+        return norm
+
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # counting parameters takes longer than a small layer
 
@@ -161,7 +169,7 @@ class Engine(Trainer):
         """
         loss = torch.stack(self._parts).sum().double()
         self._parts.clear()
-        both = states.summed(torch.stack([loss, loss.new_tensor(float(stop))]))
+        both = summed(torch.stack([loss, loss.new_tensor(float(stop))]))
         self.last_loss = float(both[0])
         return bool(both[1] > 0)
 
@@ -173,24 +181,26 @@ class Engine(Trainer):
         """Mean loss of the held-out tokens, nats, in eval mode without gradients. All processes take part."""
         model, rank, world = self.model_wrapped, self.args.process_index, self.args.world_size
         size = max(self.experiment.batch_size // (self.experiment.accumulation * world), 1)
-        batches = list(self.batches.held_out(batch=size, limit=self.experiment.held_out))
+        what = {"batch": size, "limit": self.experiment.held_out}
+        batches = self.batches.held_out(**what, rank=rank, world_size=world)
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         was_training = model.training
         model.eval()
         try:
             with torch.no_grad():
-                for first in range(
-                    0, len(batches), world
-                ):  # every process as often, for shards to be gathered
-                    counts = first + rank < len(batches)
-                    batch = self._prepare_inputs(dict(batches[first + rank] if counts else batches[0]))
+                for _ in range(self.batches.held_out_rounds(**what, world_size=world)):
+                    batch = next(batches, None)
+                    counts = batch is not None
+                    if batch is None:  # every process as often, for shards to be gathered
+                        batch = next(self.batches.held_out(**what))
+                    batch = self._prepare_inputs(batch)
                     labels = batch.pop("labels")
-                    number = labels.ne(-100).sum()
+                    number = labels.ne(IGNORED).sum()
                     loss = self.compute_loss_func(model(**batch), labels, number)
                     total += counts * torch.stack([loss.double() * number, number.double()])
         finally:
             model.train(was_training)
-        total = states.summed(total)
+        total = summed(total)
         return float(total[0] / total[1])
 
     def whole_model(self) -> nn.Module | None:

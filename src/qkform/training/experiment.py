@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from qkform.errors import ExperimentError
+from qkform.training.checked import checked, plain
 from qkform.training.presets import PRESETS
 
 PRESET = object()  # the default of a field whose value the preset has
-_MISSING = object()
 
 
 def option(
@@ -139,7 +137,7 @@ class Experiment:
             value = getattr(self, one.name)
             if value is PRESET:
                 value = chosen.models.get(self.objective) if one.name == "model" else chosen.values[one.name]
-            object.__setattr__(self, one.name, _checked(one.name, value, kinds[one.name], one.metadata))
+            object.__setattr__(self, one.name, checked(one.name, value, kinds[one.name], one.metadata))
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
@@ -170,7 +168,7 @@ class Experiment:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON and YAML have them, in the order of the fields."""
-        return {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
+        return {one.name: plain(getattr(self, one.name)) for one in fields(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Experiment:
@@ -209,77 +207,15 @@ NOT_COMPUTED = ("save_every", "keep", "report_to")
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The options of a YAML file; ExperimentError with file and line where it is none."""
-    import yaml  # type: ignore[import-untyped]
+    from qkform.training.strict_yaml import LARGEST, loaded
 
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:  # perhaps a pipe
+            values = loaded(file.read(LARGEST + 1).decode("utf-8"), str(path))
     except OSError as error:
         raise ExperimentError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ExperimentError(f"{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
+    except UnicodeDecodeError as error:
+        raise ExperimentError(f"{path}: not YAML: {error}") from None
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise ExperimentError(f"{path}: expected options and their values, as in `objective: clm`")
     return values
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, tuple | list) else value
-
-
-def _checked(name: str, value: Any, kind: Any, facts: Mapping[str, Any]) -> Any:
-    """The value as its field has it; ExperimentError with what was expected."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if type(None) in parts:
-        if value is None:
-            return None
-        kind = next(part for part in parts if part is not type(None))
-        origin, parts = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        if value not in parts:
-            raise ExperimentError(f"{name}: {value!r:.60} is none of {', '.join(parts)}")
-        return value
-    if origin is tuple:
-        items = value if isinstance(value, tuple | list) else (value,)
-        return tuple(_checked(name, item, parts[0], facts) for item in items)
-    if origin is not None and issubclass(origin, Mapping):
-        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise ExperimentError(f"{name}: {value!r:.60}; expected names and values")
-        try:
-            copied = json.loads(json.dumps(dict(value), allow_nan=False, default=_plain))
-        except (TypeError, ValueError) as error:
-            raise ExperimentError(f"{name}: {error}; expected plain values, as JSON has them") from None
-        return MappingProxyType(copied)
-    if kind in (int, float):
-        return _number(name, value, kind, facts)
-    if not isinstance(value, kind):
-        raise ExperimentError(
-            f"{name}: {value!r:.60}; expected {'true or false' if kind is bool else 'a text'}"
-        )
-    return value
-
-
-def _number(name: str, value: Any, kind: type, facts: Mapping[str, Any]) -> Any:
-    low, above, most = facts["least"], facts["above"], facts["most"]
-    wanted = "a whole number" if kind is int else "a number"
-    bounds = [f"from {low}"] * (low is not None) + [f"above {above}"] * (above is not None)
-    wanted = " ".join([wanted, *bounds, *([f"to {most}"] * (most is not None))])
-    number: Any = value
-    if isinstance(value, str):  # YAML takes 3e-4 for a text
-        try:
-            number = float(value) if kind is float else int(value)
-        except ValueError:
-            number = None
-    fits = not isinstance(number, bool) and isinstance(number, int if kind is int else int | float)
-    if not fits or not math.isfinite(number):
-        raise ExperimentError(f"{name}: {value!r:.60}; expected {wanted}")
-    if (
-        (low is not None and number < low)
-        or (above is not None and number <= above)
-        or (most is not None and number > most)
-    ):
-        raise ExperimentError(f"{name}: {value}; expected {wanted}")
-    return kind(number)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from qkform.errors import ExperimentError, RecordError, TrainingError
-from qkform.runs import RunRecord
+from qkform.runs import RunRecord, RunWriter
 from qkform.training.checkpoints import Checkpoint, checkpoints, newest
 from qkform.training.experiment import NOT_COMPUTED, Experiment
 
@@ -17,6 +18,8 @@ RECORD = "record.jsonl"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 _LOCK = ".lock"
+_ASIDE = f".{EXPERIMENT}"  # being written; a kill may leave it
+_HELD = (errno.EAGAIN, errno.EACCES, errno.EWOULDBLOCK)
 
 
 @contextmanager
@@ -48,7 +51,7 @@ def claim(folder: Path, experiment: Experiment, resume: bool) -> Checkpoint | No
     TrainingError where it holds something and `resume` is not asked for, or holds no run to go on with;
     ExperimentError where the run there is another experiment, naming the fields.
     """
-    there = sorted(path.name for path in folder.iterdir() if path.name != _LOCK)
+    there = sorted(path.name for path in folder.iterdir() if path.name not in (_LOCK, _ASIDE))
     if not resume:
         if EXPERIMENT in there:
             found, _ = checkpoints(folder / CHECKPOINTS)
@@ -81,7 +84,7 @@ def begin(folder: Path, experiment: Experiment, point: Checkpoint | None) -> Non
     """Write the experiment into the folder, and clear away what is no part of the run that begins or goes on."""
     if point is None:
         (folder / RECORD).unlink(missing_ok=True)
-    aside = folder / f".{EXPERIMENT}"
+    aside = folder / _ASIDE
     try:
         with aside.open("w", encoding="utf-8") as file:
             file.write(experiment.to_yaml())
@@ -91,6 +94,16 @@ def begin(folder: Path, experiment: Experiment, point: Checkpoint | None) -> Non
     except OSError as error:
         aside.unlink(missing_ok=True)
         raise TrainingError(f"{folder / EXPERIMENT}: cannot be written: {error.strerror or error}") from None
+
+
+def end(folder: Path, point: Checkpoint) -> None:
+    """Write into the record that the run ended at its last checkpoint, where a kill came between the two."""
+    if RunRecord.load(folder / RECORD).end is None:
+        writer, _ = RunWriter.resume(folder / RECORD, point.step)
+        try:
+            writer.event("end", step=point.step, reason=point.facts["reason"])
+        finally:
+            writer.close()
 
 
 def _has_begun(folder: Path) -> bool:
@@ -116,6 +129,6 @@ def _locked(handle: int) -> bool:
         return True
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+    except OSError as error:
+        return error.errno not in _HELD  # a file system without locks holds nobody back
     return True

@@ -6,7 +6,6 @@ The loss is the sum over counted tokens divided by their number in the whole bat
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -19,7 +18,6 @@ from qkform.training.data.vocabulary import name_of, separator_id, size_of
 IGNORED = -100  # transformers' and torch's label for "does not count"
 
 Ids = npt.NDArray[np.int64]
-Loss = Callable[..., Any]
 
 
 class Objective(Protocol):
@@ -33,7 +31,11 @@ class Objective(Protocol):
         ...
 
     def loss(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-        """Mean cross-entropy over the counted tokens of the whole batch, in nats; see `loss_function`."""
+        """Mean cross-entropy over the counted tokens of the whole batch, in nats, as Trainer's `compute_loss_func`.
+
+        num_items_in_batch   counted labels of the whole batch of the step, over processes and micro-batches; None: of
+                             these
+        """
         ...
 
 
@@ -133,14 +135,6 @@ class NextToken:
 
     def loss(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         return _divided(*summed_loss(outputs, labels, shifted=True), num_items_in_batch)
-
-
-def loss_function(objective: Objective) -> Loss:
-    """(outputs, labels, num_items_in_batch=None) -> loss, for Trainer's `compute_loss_func`.
-
-    num_items_in_batch   counted labels of the whole batch of the step, over processes and micro-batches; None: of these
-    """
-    return objective.loss
 
 
 def summed_loss(outputs: Any, labels: Any, *, shifted: bool) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkform.errors import ExperimentError, MissingExtra, QKFormError, TrainingError
+from qkform.errors import ExperimentError, MissingExtra, QKFormError
 from qkform.training import checkpoints, folder
 from qkform.training.checkpoints import Checkpoint
 from qkform.training.experiment import Experiment
@@ -65,6 +65,8 @@ def run(
     happens, what was saved stays whole.
     """
     args = _arguments(experiment, Path(out))
+    from qkform.dynamics.processes import by_first
+
     first = args.process_index == 0
     quiet: Say = lambda _: None  # noqa: E731
     tell = say if say is not None and first else quiet
@@ -75,7 +77,7 @@ def run(
             held.enter_context(folder.held(where))
             return folder.claim(where, experiment, resume)
 
-        point = _agreed(args, claim)
+        point = by_first(claim, args.device)
         return _trained(experiment, where, args, point, resume, tell, progress if first else None)
 
 
@@ -90,24 +92,6 @@ def _arguments(experiment: Experiment, out: Path) -> Any:
     from qkform.training.engine import arguments
 
     return arguments(experiment, str(out))
-
-
-def _agreed(args: Any, decide: Callable[[], Any]) -> Any:
-    """What the first process decides, on all of them; its error too."""
-    if args.world_size == 1:
-        return decide()
-    import torch
-
-    said: list[Any] = [None, None]
-    if args.process_index == 0:
-        try:
-            said[0] = decide()
-        except QKFormError as error:
-            said[1] = error
-    torch.distributed.broadcast_object_list(said)
-    if said[1] is not None:
-        raise said[1]
-    return said[0]
 
 
 @contextmanager
@@ -150,14 +134,17 @@ def _trained(
         f"{batches.tokens.info['n_tokens']:,} tokens of training text; guessing each by its frequency has a held-out "
         f"loss of {unigram:.3f} nats, the unigram entropy"
     )
-    if point is not None and point.facts["data"] != batches.tokens.key:
-        raise TrainingError(
-            f"data: {', '.join(experiment.data)} is not the text that the run in {out} began with; put that back, or "
-            "begin in another folder"
-        )
+    if point is not None:
+        before = {"key": point.facts["data"], "made_of": point.facts.get("made_of")}
+        batches.tokens.check_same({**before, "seq_len": experiment.seq_len}, f"the run in {out} began")
     model = build_model(experiment, tokenizer)
     now = environment(model)
-    facts = {"experiment": experiment.to_dict(), "environment": now, "data": batches.tokens.key}
+    facts = {
+        "experiment": experiment.to_dict(),
+        "environment": now,
+        "data": batches.tokens.key,
+        "made_of": batches.tokens.manifest["made_of"],
+    }
     batches.tokens.check_vocabulary(model.config.vocab_size, experiment.model)
     for problem in checkpoints.checkpoints(out / folder.CHECKPOINTS)[1] if resume else ():
         tell(f"warning: a checkpoint is passed over: {problem}")
@@ -168,8 +155,10 @@ def _trained(
         load_weights_(model, point.path)
         if point.facts["reason"] in ("finished", "stop_at_loss"):
             tell(f"the run in {out} has ended already, at step {point.step}")
-            if args.process_index == 0 and not (out / folder.MODEL).exists():
-                _save(model, tokenizer, out)
+            if args.process_index == 0:
+                folder.end(out, point)
+                if not (out / folder.MODEL).exists():
+                    _save(model, tokenizer, out)
             return _finished(out, point.step, point.facts["reason"], point.facts, unigram, tell)
         difference = changed(point.facts["environment"], now)
         tell(f"not exact: {difference}" if difference is not None else "everything is as it was: exact")

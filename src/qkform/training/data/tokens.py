@@ -82,10 +82,12 @@ class Tokens:
         """DataError when these are not the tokens of `info`, naming what is different."""
         if info.get("key") == self.key and info.get("seq_len") == self.seq_len:
             return
-        old, new = info.get("made_of", {}), self.manifest["made_of"]
-        changed = [what for part, what in PARTS.items() if old.get(part) != new[part]]
+        old, new = info.get("made_of"), self.manifest["made_of"]
+        changed = [what for part, what in PARTS.items() if old and old.get(part) != new[part]]
         if info.get("seq_len") != self.seq_len:
             changed.append("the length of sequences")
+        if not old and not changed:
+            changed = ["the text, the tokenizer or the share of held-out text"]  # it was not kept which
         raise DataError(
             f"{self.manifest['corpus']}: {' and '.join(changed) or 'the way tokens are kept'} "
             f"{'have' if len(changed) > 1 else 'has'} changed since {since}; "
