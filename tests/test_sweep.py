@@ -304,6 +304,56 @@ def test_the_command_trains_and_tells(desk, tmp_path, capsys, monkeypatch):
     assert "none.yaml: cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "option",
+    ["--workers=0", "--threads=0", "--threads=-2", "--retries=-1", "--gpus=nan", "--gpus=-1", "--gpus=inf"],
+)
+@pytest.mark.parametrize("how", [["--list"], []])
+def test_a_number_that_cannot_be_is_refused_by_name(desk, tmp_path, capsys, option, how):
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump({"base": BASE, "arms": ARMS, "seeds": [0]}))
+    assert main(["sweep", str(tmp_path / "grid.yaml"), "--out", str(desk.out), option, *how]) == 2
+    name, value = option.split("=")
+    shown = str(float(value)) if name == "--gpus" else value
+    assert f"{name} {shown}: expected" in capsys.readouterr().err
+    assert not desk.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"arms": {"a": {}, "b": {}}}, "arms a and b are one experiment"),
+        (
+            {"arms": {"a": {}, "b": {"seq_len": 128}, "A": {"lr": 0.1}}},
+            "a and A are one folder on some disks",
+        ),
+        ({"arms": {"a" * 201: {}}}, "at most 200 letters"),
+        ({"axes": {f"option{i:03}": [0.25] for i in range(20)}}, "too long for a folder"),
+    ],
+)
+def test_arms_are_told_apart_and_have_folders(parts, message):
+    with pytest.raises(ExperimentError, match=message):
+        Grid.from_dict({"base": BASE, "seeds": [0], **parts}).runs()
+
+
+def test_a_run_that_ends_well_without_an_end_says_so(desk):
+    quick = (sys.executable, "-S", "-c", "pass")
+    grid = Grid.from_dict({"base": BASE, "arms": {"standard": {}}, "seeds": [0]})
+    (one,) = sweep(grid, desk.out, command=quick, retries=0)
+    assert one.state == "failed"
+    assert (
+        one.message
+        == f"it ended with exit code 0, and {desk.out.absolute()}/standard/seed-0/record.jsonl has no end"
+    )
+
+
+def test_a_place_that_is_no_folder_is_an_error_that_names_it(desk):
+    desk.out.mkdir()
+    (desk.out / "standard").write_text("mine")
+    with pytest.raises(TrainingError, match="standard: cannot be written to"):
+        desk.sweep(seeds=[0])
+    assert (desk.out / "standard").read_text() == "mine"
+
+
 @pytest.mark.slow
 def test_a_grid_is_really_trained_and_compared(tmp_path, capsys):
     words = [f"word{i}" for i in range(20)]

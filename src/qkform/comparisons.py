@@ -50,8 +50,9 @@ class CompareTable(Table):
     """Arms of an experiment, and how each differs from the baseline, seed by seed and on average.
 
     An arm is {"name", "baseline", "differs", "seeds", "runs", "broke", "mean", "sd"}; a pair is {"arm", "baseline",
-    "seeds", "only_arm", "only_baseline", "refused", "rows"}, its rows have `PAIR_COLUMNS`. `settings` says how the numbers were
-    made, `notes` what was left out and why. Saved by `save` (.json, .csv, .parquet), read back by `load` (.json).
+    "seeds", "only_arm", "only_baseline", "refused", "rows"}, its rows have `PAIR_COLUMNS`. `settings` says how the
+    numbers were made, `notes` what was left out and why. Saved by `save` (.json, .csv, .parquet), read back by `load`
+    (.json).
     """
 
     schema: ClassVar[str] = SCHEMA

@@ -70,9 +70,10 @@ def sweep(
     """
     from qkform.training.grid import Grid
     from qkform.training.on_ray import ray_sweep
-    from qkform.training.sweeping import listing
+    from qkform.training.sweeping import check, listing
     from qkform.training.sweeping import sweep as swept
 
+    check(workers=workers, threads=threads, retries=retries, gpus=gpus)
     asked = Grid.load(grid)
     quietly = (lambda _: None) if quiet else say
     if list_:

@@ -84,7 +84,7 @@ def compare(
             "window": window,
             "layers": "median over layers",
             "interval": pairing.INTERVAL,
-            "interval_kind": "percentile bootstrap of the mean over seeds; of fewer than six the range, which holds less",
+            "interval_kind": "percentile bootstrap of the mean over seeds; of fewer than six the range, and less",
             "p": "two-sided, of the mean difference over all choices of signs",
             "least_seeds": pairing.LEAST_SEEDS,
             "resamples": pairing.RESAMPLES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from qkform.errors import ExperimentError
 from qkform.training.experiment import Experiment, read_yaml
 
 _KEYS = ("base", "arms", "axes", "seeds")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,-]*")
+_NAME = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9._+=,-]{0,199}"
+)  # file systems allow 255, and files stand beside it
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,14 @@ class Grid:
         """Every run, seed by seed, so that an early stop leaves whole pairs; ExperimentError names the arm."""
         planned = []
         for seed in self.seeds:
+            same: dict[str, str] = {}
             for arm, changes in self.arms.items():
                 try:
                     experiment = Experiment.from_dict({**_merged(self.base, changes), "seed": seed})
                 except ExperimentError as error:
                     raise ExperimentError(f"arm {arm}: {error}") from None
+                if (other := same.setdefault(experiment.to_yaml(), arm)) != arm:
+                    raise ExperimentError(f"arms {other} and {arm} are one experiment; leave one of them out")
                 planned.append(Planned(arm, seed, experiment))
         return planned
 
@@ -88,9 +93,20 @@ def _arms(values: Any) -> dict[str, dict[str, Any]]:
     for name in values:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ExperimentError(
-                f"arms: {name!r:.60} is the name of a folder too; expected letters, digits and . _ + = , -"
+                f"arms: {name!r:.60} is the name of a folder too; expected at most 200 letters, digits and . _ + = , -"
             )
+    _folders_apart("arms", values)
     return {name: _options(f"arms: {name}", changes or {}) for name, changes in values.items()}
+
+
+def _folders_apart(where: str, names: Iterable[str]) -> None:
+    """ExperimentError where two names are one folder on a disk that does not tell capitals apart."""
+    seen: dict[str, str] = {}
+    for name in names:
+        if (other := seen.setdefault(name.casefold(), name)) != name:
+            raise ExperimentError(
+                f"{where}: {other} and {name} are one folder on some disks; name one otherwise"
+            )
 
 
 def _product(values: Any) -> dict[str, dict[str, Any]]:
@@ -105,9 +121,14 @@ def _product(values: Any) -> dict[str, dict[str, Any]]:
     for chosen in itertools.product(*values.values()):
         changes = dict(zip(values, chosen, strict=True))
         name = ",".join(f"{option}={_folder_name(value)}" for option, value in changes.items())
+        if not _NAME.fullmatch(name):
+            raise ExperimentError(
+                f"axes: {name:.60}... is too long for a folder; give them as arms, with names"
+            )
         if name in arms:
             raise ExperimentError(f"axes: two combinations are called {name}; give them as arms, with names")
         arms[name] = changes
+    _folders_apart("axes", arms)
     return arms
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from qkform.errors import ExperimentError, RecordError
+from qkform.errors import ExperimentError, RecordError, TrainingError
 from qkform.records import write_whole
 from qkform.runs import NAME, RunRecord
 from qkform.training.experiment import Experiment
@@ -151,7 +151,10 @@ def execute(
     killed, is waited for. When `stop` says so, or an exception comes, the process is asked to end by SIGTERM, and made
     to after `GRACE_SECONDS`, or at once where `stop` says that.
     """
-    job.folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        job.folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainingError(f"{job.folder.parent}: cannot be written to: {error.strerror or error}") from None
     with _held(job, stop, say) as handle:
         if handle is None:
             return outcome(job, "interrupted", message="another process was still training it")
@@ -166,7 +169,7 @@ def execute(
             attempts += 1
             say(f"{job.name}: {_doing(job)}" + (f", attempt {attempts}" if attempts > 1 else ""))
             code, stopped = _run(job, command, environment, handle, stop)
-            message = f"it ended with {_code_words(code)}{_last_lines(job.log)}"
+            message = f"it ended with {_code_words(code)}{_lacking(job, code)}{_last_lines(job.log)}"
             if state(job) != "finished" and not stopped:
                 say(f"{job.name}: {message.splitlines()[0]}; its log is {job.log}")
 
@@ -270,6 +273,15 @@ def _record(job: Job) -> RunRecord | None:
         return RunRecord.load(job.folder)
     except RecordError:
         return None
+
+
+def _lacking(job: Job, code: int) -> str:
+    """What a run that says it ended well has not left; empty for one that says it failed."""
+    if code:
+        return ""
+    if (said := ending(job)) not in FINISHED:
+        return f", and {job.folder / NAME} " + (f"ends with {said!r}" if said else "has no end")
+    return "" if (job.folder / MODEL).is_dir() else f", and there is no {job.folder / MODEL}"
 
 
 def _code_words(code: int) -> str:

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qkform.errors import ExperimentError, MissingExtra, TrainingError
+from qkform.errors import MissingExtra, TrainingError
 from qkform.training import job as jobs
 from qkform.training.grid import Grid
 from qkform.training.job import Job, Outcome, Say
-from qkform.training.sweeping import COMMAND, held, planned, stopped, surroundings, told
+from qkform.training.sweeping import COMMAND, check, held, planned, stopped, surroundings, told
 
 _LOOK_SECONDS = 0.5
 _PATIENCE_SECONDS = 10
@@ -47,9 +47,8 @@ def ray_sweep(
 
     Raises MissingExtra without Ray, TrainingError where there is no cluster; else what `sweep` raises.
     """
+    check(workers=workers, threads=threads, retries=retries, gpus=gpus)
     ray = _ray()
-    if workers < 1 or retries < 0:
-        raise ExperimentError(f"{workers} workers, {retries} retries; expected 1 or more, and 0 or more")
     found = planned(grid, out)
     own = not ray.is_initialized()
     if own:

@@ -103,8 +103,8 @@ def interval(differences: Sequence[float]) -> tuple[float, float] | None:
     """An interval of the mean over seeds, `interval_kind`; None for fewer than `LEAST_SEEDS`.
 
     A percentile bootstrap interval (`INTERVAL`) lies between the least and the greatest of the n differences, which
-    hold the true mean with a probability of 1 - 2^(1-n) where differences are symmetric about it. Where that is less than
-    INTERVAL, n < 6, it is this range itself. docs/comparing.md has how often either holds the mean.
+    hold the true mean with a probability of 1 - 2^(1-n) where differences are symmetric about it. Where that is less
+    than INTERVAL, n < 6, it is this range itself. docs/comparing.md has how often either holds the mean.
     """
     if len(differences) < LEAST_SEEDS:
         return None

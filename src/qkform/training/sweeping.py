@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import signal
@@ -20,6 +21,14 @@ from qkform.training.job import Job, Outcome, Say
 
 COMMAND = (sys.executable, "-m", "qkform", "train")  # what follows: EXPERIMENT.yaml --out FOLDER [--resume]
 _LOCK = ".sweep.lock"
+
+
+def check(*, workers: int, threads: int | None, retries: int, gpus: float = 0) -> None:
+    """ExperimentError, by name, for a number of which there cannot be so many."""
+    asked = {"workers": (workers, 1), "threads": (threads, 1), "retries": (retries, 0), "gpus": (gpus, 0)}
+    for name, (value, least) in asked.items():
+        if value is not None and not (math.isfinite(value) and value >= least):
+            raise ExperimentError(f"--{name} {value}: expected {least} or more")
 
 
 def planned(grid: Grid, out: str | os.PathLike[str]) -> list[Job]:
@@ -66,8 +75,7 @@ def sweep(
     Raises ExperimentError before anything is started where a run cannot be or its folder holds another experiment, and
     TrainingError where another sweep works in `out`.
     """
-    if workers < 1 or retries < 0:
-        raise ExperimentError(f"{workers} workers, {retries} retries; expected 1 or more, and 0 or more")
+    check(workers=workers, threads=threads, retries=retries)
     found = planned(grid, out)
     share = threads or max(1, cores() // workers)
     with held(Path(out)), stopped() as stop, ThreadPoolExecutor(workers) as pool:
