@@ -149,10 +149,13 @@ class Tracker(TrainerEvents):
         self._last = None
         self._track(step, loss=loss, rates=rates(optimizer), held_out=held_out)
 
-    def close(self, reason: str | None = None) -> None:
-        """Training is over: the last step gets its line, and the record the event `end` with the reason."""
+    def close(self, reason: str | None = None, *, measure: bool = True) -> None:
+        """Training is over: the last step gets its line, and the record the event `end` with the reason.
+
+        measure   False: no line, as when the model is broken, or when this process may be the only one that stops
+        """
         if self._measures is not None:
-            if self._last is not None:
+            if self._last is not None and measure:
                 last, self._last = self._last, None
                 self._track(**last)
             self._end(reason or self.reason or "finished")

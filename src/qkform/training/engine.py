@@ -67,10 +67,12 @@ class Engine(Trainer):
         self.experiment = experiment
         self.batches = batches
         self.last_loss = math.nan
-        self.last_norm = 0.0  # of the gradient of the step, before it was clipped
         self.last_inputs: Any = None
         self.plain: nn.Module | None = None  # the whole model, on the first process, where `model` is sharded
         self._parts: list[Tensor] = []  # of the loss of the step, one per micro-batch
+        self._norms: Tensor | None = (
+            None  # of the step's gradients, each parameter's, before they are clipped
+        )
         self._restored: dict[str, Any] = {}
         _refuse_unequal(experiment, args.world_size)
         super().__init__(model=model, args=args, compute_loss_func=batches.objective.loss)
@@ -119,7 +121,13 @@ class Engine(Trainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         self.last_inputs = inputs
-        return super().training_step(model, inputs, num_items_in_batch)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if (
+            self.accelerator.sync_gradients and self.accelerator.scaler is None
+        ):  # a scaler passes over such steps
+            norms = [torch.linalg.vector_norm(states.own(p.grad)).float() for _, p in self._learning()]
+            self._norms = torch.stack(norms)
+        return loss
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """The model has its weights already: they are put in before it is wrapped or sharded."""
@@ -144,11 +152,6 @@ class Engine(Trainer):
                 )
             return super().train(*args, **kwargs)
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm)
-        self.last_norm = float(states.whole(norm)) if isinstance(norm, Tensor) else float(norm)
-        return norm
-
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # counting parameters takes longer than a small layer
 
@@ -162,16 +165,39 @@ class Engine(Trainer):
 
     # What the run asks for
 
-    def settle(self, stop: bool = False) -> bool:
+    def settle(self, stop: bool = False) -> tuple[bool, bool]:
         """Before an update: `last_loss` becomes the step's loss, mean over its counted tokens of all processes, nats.
 
-        Returns whether any process wants to stop. All take part.
+        Returns whether any process wants to stop, and whether the update can be made: loss and gradients are finite in
+        all of them. All take part.
         """
         loss = torch.stack(self._parts).sum().double()
         self._parts.clear()
-        both = summed(torch.stack([loss, loss.new_tensor(float(stop))]))
-        self.last_loss = float(both[0])
-        return bool(both[1] > 0)
+        norm = loss.new_zeros(()) if self._norms is None else torch.linalg.vector_norm(self._norms)
+        said = summed(torch.stack([loss, loss.new_tensor(float(stop)), (~torch.isfinite(norm)).double()]))
+        self.last_loss, stops, breaks = said.tolist()
+        return stops > 0, math.isfinite(self.last_loss) and not breaks
+
+    def broken_gradients(self) -> list[str]:
+        """Parameters whose gradient in this step has no finite norm in some process. All take part."""
+        if self._norms is None:
+            return []
+        broken = summed((~torch.isfinite(self._norms)).double()).tolist()
+        return [name for (name, _), one in zip(self._learning(), broken, strict=True) if one]
+
+    def broken_weights(self) -> list[str]:
+        """Parameters with a value that is not finite in some process. All take part."""
+        named = list(self.model.named_parameters())
+        broken = [~torch.isfinite(states.own(parameter)).all() for _, parameter in named]
+        return [
+            name
+            for (name, _), one in zip(named, summed(torch.stack(broken).double()).tolist(), strict=True)
+            if one
+        ]
+
+    def _learning(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that have a gradient."""
+        return [(name, p) for name, p in self.model.named_parameters() if p.grad is not None]
 
     def training_state(self) -> dict[str, Any]:
         """Optimizer, schedule, loss scale and random numbers. All processes take part."""

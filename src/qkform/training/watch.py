@@ -11,10 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 
-from qkform.dynamics.processes import summed
+from qkform.dynamics.processes import by_first
 from qkform.errors import QKFormError, TrainingError
 from qkform.training import checkpoints, states
 from qkform.training.engine import Engine
@@ -62,6 +61,7 @@ class Watch(TrainerCallback):
         self._began: tuple[float, int] = (0.0, 0)
         self._saved = -1
         self._stopping = False
+        self._measurable = False  # after a step that was not made: all stop, and the weights are as before
         self._rates: list[
             dict[str, Any]
         ] = []  # of the step that is made; the schedule sets the next ones at once
@@ -79,11 +79,8 @@ class Watch(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._rates = [{"name": g["name"], "lr": g["lr"]} for g in self.engine.optimizer.param_groups]
-        self._stopping = self.engine.settle(self.asked_to_stop())
-        scaled = (
-            self.engine.accelerator.scaler is not None
-        )  # a scaler passes over such a step, and scales less
-        if not math.isfinite(self.engine.last_loss) or not (scaled or math.isfinite(self.engine.last_norm)):
+        self._stopping, sound = self.engine.settle(self.asked_to_stop())
+        if not sound:
             self.reason = "nan"
             raise TrainingError(self._not_finite(state.global_step + 1))
 
@@ -109,10 +106,13 @@ class Watch(TrainerCallback):
         return {"held_out": self.held_out, "best": self.best}
 
     def broke(self, error: BaseException) -> None:
-        """Note in the record that training broke off, where that can be written, and let go of it."""
+        """Note in the record that training broke off, where that can be written, and let go of it.
+
+        What takes all processes is done only where all have agreed to stop.
+        """
         with suppress(QKFormError, OSError):
             if self.reason == "nan":
-                self.tracker.close("nan")
+                self.tracker.close("nan", measure=self._measurable)
             elif isinstance(error, KeyboardInterrupt):
                 self.tracker.event("interrupted", step=self.engine.state.global_step)
         self.tracker.abandon()
@@ -142,8 +142,9 @@ class Watch(TrainerCallback):
             return
         model, training = self.engine.whole_model(), self.engine.training_state()
         tracked = self.tracker.state_dict()
-        self._refuse_nan(model, step)
-        if model is not None:
+        self._refuse_nan(step)
+
+        def write() -> None:
             facts = {
                 "step": step,
                 **self.facts,
@@ -158,38 +159,40 @@ class Watch(TrainerCallback):
                 states.save(training, aside)
                 self.engine.state.save_to_json(str(aside / "trainer_state.json"))
             checkpoints.tidy(self.folder / CHECKPOINTS, self.engine.experiment.keep)
+
+        by_first(write, self.engine.args.device)  # where it cannot be written, all stop
         self._saved = step
 
-    def _refuse_nan(self, model: Any, step: int) -> None:
-        """TrainingError, on all processes alike, where the model that would be saved has a weight that is none."""
-        named = model.named_parameters() if model is not None else ()
-        bad = [name for name, parameter in named if not bool(torch.isfinite(parameter).all())]
-        if float(summed(torch.tensor(float(len(bad)), device=self.engine.args.device))) > 0:
+    def _refuse_nan(self, step: int) -> None:
+        """TrainingError, in all processes alike, where a weight that would be saved is no number."""
+        broken = self.engine.broken_weights()
+        if broken:
             self.reason = "nan"
             raise TrainingError(
-                f"step {step}: {bad[0] if bad else 'a weight'} holds a value that is not finite, though the loss did "
-                f"not; {self._last_good()}; a smaller lr or clip may help"
+                f"step {step}: the loss is finite and the weights are not{_in(broken)}; {self._last_good()}; "
+                "a smaller lr or clip may help"
             )
 
     def _not_finite(self, step: int) -> str:
         e = self.engine
         what = f"the loss is {e.last_loss}"
         if math.isfinite(e.last_loss):
-            gradients = {n: states.own(p.grad) for n, p in e.model.named_parameters() if p.grad is not None}
-            bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
-            where = (
-                f", in that of {bad[0]}" if 0 < len(bad) < len(gradients) else ""
-            )  # clipping may spread it
-            what = f"the loss is {e.last_loss:.4g} and the norm of its gradient is {e.last_norm}{where}"
+            broken = e.broken_gradients()
+            what = f"the loss is {e.last_loss:.4g}, but the gradient is not finite{_in(broken)}"
         batch = {name: value.to(e.args.device) for name, value in e.last_inputs.items() if name != "labels"}
         try:
             path, size = largest_logit(e.model, batch)
             largest = f"the largest logit is {size:.4g}, in {path}"
         except QKFormError as error:
             largest = f"which attention has the largest logit is not known ({error})"
+        broken = e.broken_weights()
+        self._measurable = not broken
+        weights = "the weights were not updated"
+        if broken:
+            weights = f"the weights were not finite before this step{_in(broken)}"
         return (
-            f"step {step}: {what}; {largest}; the weights were not updated; {self._last_good()}; a "
-            "smaller lr, more warm-up steps or a smaller clip may help"
+            f"step {step}: {what}; {largest}; {weights}; {self._last_good()}; a smaller lr, more warm-up steps or a "
+            "smaller clip may help"
         )
 
     def _last_good(self) -> str:
@@ -213,3 +216,10 @@ class Watch(TrainerCallback):
                 (e.steps - step) / rate if rate else math.nan,
             )
         )
+
+
+def _in(names: list[str]) -> str:
+    """Where something is, in words: of many the first, and how many more."""
+    if not names:
+        return ""
+    return f" in {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
