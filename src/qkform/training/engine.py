@@ -143,7 +143,7 @@ class Engine(Trainer):
             return super().train(*args, **kwargs)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm)
+        norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
         self.last_norm = float(states.whole(norm)) if isinstance(norm, Tensor) else float(norm)
         return norm
 
