@@ -378,6 +378,37 @@ def test_a_run_that_was_killed_before_its_end_was_noted_has_one_after(whole, tmp
     assert record.read_bytes() == before
 
 
+def test_a_checkpoint_whose_contents_changed_is_passed_over(whole, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(whole / "checkpoints", folder)
+    first, last = checkpoints(folder)[0]
+    file = last.path / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 1  # one bit of a weight
+    file.write_bytes(data)
+    assert newest(folder).step == first.step
+    said = checkpoints(folder, read=True)[1]
+    assert said == [f"{last.path}: model.safetensors has other contents than were written"]
+    facts = json.loads((first.path / "qkform.json").read_text())
+    for wrong in ({"environment": 3}, {"files": ["x"]}, {"tracker": None}, {"step": 7}):
+        (first.path / "qkform.json").write_text(json.dumps({**facts, **wrong}))
+        with pytest.raises(TrainingError, match=r"no checkpoint in .* is whole: .*qkform\.json"):
+            newest(folder)
+    sizes = {name: entry["bytes"] for name, entry in facts["files"].items()}  # as they were written before
+    (first.path / "qkform.json").write_text(json.dumps({**facts, "files": sizes}))
+    assert newest(folder).step == first.step
+
+
+def test_a_record_that_lost_lines_is_not_gone_on_with(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "a")
+    record = tmp_path / "a" / "record.jsonl"
+    record.write_bytes(b"".join(record.read_bytes().splitlines(keepends=True)[:2]))
+    with pytest.raises(
+        TrainingError, match=r"ends at step 0 and the checkpoint is of step 8: lines up to step 8"
+    ):
+        claim(tmp_path / "a", Experiment.load(tmp_path / "a" / "experiment.yaml"), resume=True)
+
+
 def test_a_kill_while_the_experiment_is_written_locks_nobody_out(tmp_path):
     one, path = Experiment(), tmp_path / "experiment.yaml"
     (tmp_path / ".experiment.yaml").write_text("preset: ti")

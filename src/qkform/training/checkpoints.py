@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -16,7 +17,8 @@ from typing import Any
 from qkform.errors import TrainingError
 
 FACTS = "qkform.json"  # in every checkpoint: its step, its experiment, the environment, and the sizes of its files
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-([0-9]+)")
+_KINDS = {"step": int, "data": str, "tracker": dict, "environment": dict, "files": dict}  # of the facts
 _ASIDE = ".aside-"
 _FULL = re.compile(r"No space left|os error 28|StorageFull|file write failed|unexpected pos")
 
@@ -30,14 +32,17 @@ class Checkpoint:
     facts: dict[str, Any]
 
 
-def checkpoints(folder: Path) -> tuple[list[Checkpoint], list[str]]:
-    """The checkpoints in a folder, by ascending step, and what is wrong with others, in words."""
+def checkpoints(folder: Path, *, read: bool = False) -> tuple[list[Checkpoint], list[str]]:
+    """The checkpoints in a folder, by ascending step, and what is wrong with others, in words.
+
+    Sizes of files are looked at; with `read` their contents too, which takes as long as reading them.
+    """
     found, damaged = [], []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _NAME.fullmatch(path.name)
         if match:
             try:
-                found.append(Checkpoint(path, int(match[1]), _facts(path)))
+                found.append(Checkpoint(path, int(match[1]), _facts(path, int(match[1]), read)))
             except (OSError, ValueError, KeyError, TypeError) as error:
                 damaged.append(f"{path}: {error}")
     return sorted(found, key=lambda one: one.step), sorted(damaged)
@@ -45,7 +50,7 @@ def checkpoints(folder: Path) -> tuple[list[Checkpoint], list[str]]:
 
 def newest(folder: Path) -> Checkpoint:
     """The checkpoint to go on from. TrainingError where there is none, with what is wrong with those that are there."""
-    found, damaged = checkpoints(folder)
+    found, damaged = checkpoints(folder, read=True)
     if found:
         return found[-1]
     if damaged:
@@ -67,10 +72,12 @@ def written(folder: Path, name: str, facts: dict[str, Any] | None = None) -> Ite
         aside.mkdir()
         yield aside
         if facts is not None:
-            sizes = {
-                str(p.relative_to(aside)): p.stat().st_size for p in sorted(aside.rglob("*")) if p.is_file()
+            files = {
+                str(p.relative_to(aside)): {"bytes": p.stat().st_size, "sha256": _sha256(p)}
+                for p in sorted(aside.rglob("*"))
+                if p.is_file()
             }
-            text = json.dumps({**facts, "files": sizes}, indent=1)
+            text = json.dumps({**facts, "files": files}, indent=1)
             (aside / FACTS).write_text(text + "\n", encoding="utf-8")
         for path in [*aside.rglob("*"), aside]:
             _synced(path)
@@ -102,15 +109,30 @@ def tidy(folder: Path, keep: int) -> None:
             shutil.rmtree(gone, ignore_errors=True)
 
 
-def _facts(path: Path) -> dict[str, Any]:
+def _facts(path: Path, step: int, read: bool) -> dict[str, Any]:
     facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
-    for name, size in facts["files"].items():
+    for name, kind in _KINDS.items():
+        if not isinstance(facts, dict) or not isinstance(facts.get(name), kind):
+            raise ValueError(f"{FACTS} has no {name}, or another kind of value")
+    if facts["step"] != step:
+        raise ValueError(f"{FACTS} is of step {facts['step']}")
+    for name, said in facts["files"].items():
+        had = said if isinstance(said, dict) else {"bytes": said}  # older ones have sizes alone
         there = (path / name).stat().st_size if (path / name).is_file() else None
-        if there != size:
+        if there != had.get("bytes"):
             raise ValueError(
-                f"{name} has {there} bytes and had {size}" if there is not None else f"{name} is missing"
+                f"{name} has {there} bytes and had {had.get('bytes')}"
+                if there is not None
+                else f"{name} is missing"
             )
-    return dict(facts)
+        if read and "sha256" in had and _sha256(path / name) != had["sha256"]:
+            raise ValueError(f"{name} has other contents than were written")
+    return facts
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _full(error: BaseException | None) -> int | None:

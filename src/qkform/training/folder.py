@@ -77,7 +77,20 @@ def claim(folder: Path, experiment: Experiment, resume: bool) -> Checkpoint | No
         )
     if not _has_begun(folder):
         return None  # it was killed before its first checkpoint
-    return newest(folder / CHECKPOINTS)
+    point = newest(folder / CHECKPOINTS)
+    _refuse_short(folder / RECORD, point, experiment)
+    return point
+
+
+def _refuse_short(record: Path, point: Checkpoint, experiment: Experiment) -> None:
+    """The record reaches as far as a checkpoint when that is written: one that does not has lost lines."""
+    steps = RunRecord.load(record).steps
+    last, wanted = steps[-1]["step"] if steps else -1, point.step - point.step % experiment.track_every
+    if last < wanted:
+        raise TrainingError(
+            f"{record} ends {f'at step {last}' if steps else 'before step 0'} and the checkpoint is of step "
+            f"{point.step}: lines up to step {wanted} are lost; put the record back, or begin in another folder"
+        )
 
 
 def begin(folder: Path, experiment: Experiment, point: Checkpoint | None) -> None:
