@@ -6,9 +6,7 @@ So few steps of so small a model say nothing about language: the script shows ho
 from pathlib import Path
 from tempfile import mkdtemp
 
-from qkform.training.compare import compare
-
-from qkform.training import Experiment, run
+from qkform.training import Experiment, compare, run
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 folder = Path(mkdtemp())

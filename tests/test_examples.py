@@ -49,3 +49,11 @@ def test_every_example_is_run_says_what_it_is_and_is_short():
         assert text.startswith('"""')
         assert len(text.splitlines()) <= 80
         compile(text, str(path), "exec")
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_names_that_an_example_imports_exist(name):
+    pytest.importorskip("torch", reason="examples train")
+    for line in (EXAMPLES / f"{name}.py").read_text().splitlines():
+        if re.match(r"(from|import) qkform", line):
+            exec(line, {})  # noqa: S102 - a line of our own

@@ -110,7 +110,7 @@ def tidy(folder: Path, keep: int) -> None:
 
 
 def _facts(path: Path, step: int, read: bool) -> dict[str, Any]:
-    facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
+    facts: dict[str, Any] = json.loads((path / FACTS).read_text(encoding="utf-8"))
     for name, kind in _KINDS.items():
         if not isinstance(facts, dict) or not isinstance(facts.get(name), kind):
             raise ValueError(f"{FACTS} has no {name}, or another kind of value")
