@@ -41,6 +41,7 @@ NUMBER = Kind("a number", lambda v: _is_number(v))
 
 _START = {"step": WHOLE, "experiment": OBJECT, "environment": OBJECT, "model": OBJECT, "probe": OBJECT}
 _LAYER = {
+    "module": TEXT,
     "layer": WHOLE,
     "part": TEXT,
     "mask": TEXT,
@@ -76,7 +77,6 @@ def check_start(start: Mapping[str, Any]) -> None:
         where = f"layers[{place}]"
         if not isinstance(layer, Mapping):
             raise RecordError(f"{where} is {said(layer)}; it must be an object that describes a layer")
-        _must(layer, "module", TEXT, f"{where}.")
         _must(layer, "n_heads", HEADS, f"{where}.")
         _fields(layer, _LAYER, f"{where}.")
     heads = sum(layer["n_heads"] for layer in start["layers"])
@@ -111,8 +111,9 @@ def check_step(step: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> 
 
 def _row(row: Mapping[str, Any], about: Mapping[str, Any], where: str) -> None:
     _fields(row, _ROW, where)
-    if row.get("module") not in (None, about["module"]):
-        raise RecordError(f"{where}module is {said(row['module'])}; line 1 has {said(about['module'])} there")
+    named, here = row.get("module"), about.get("module")
+    if named != here and named is not None and here is not None:
+        raise RecordError(f"{where}module is {said(named)}; line 1 has {said(here)} there")
     _plain({name: value for name, value in row.items() if name not in _ROW})
     for group, names in (("heads", (*MEASURES, SELF_NORM)), ("conflict", CONFLICT)):
         found = row.get(group) or {}

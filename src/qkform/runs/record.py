@@ -103,13 +103,13 @@ class RunRecord(Table):
     def _place(self, layer: int | str) -> int:
         layers = self.start["layers"]
         if isinstance(layer, str):
-            found = [i for i, each in enumerate(layers) if each["module"] == layer]
+            found = [i for i, each in enumerate(layers) if each.get("module") == layer]
             if found:
                 return found[0]
         elif 0 <= layer < len(layers):
             return layer
         there = (
-            f"there are 0 to {len(layers) - 1}, at {layers[0]['module']!r}, ..."
+            f"there are 0 to {len(layers) - 1}, at {layers[0].get('module')!r}, ..."
             if layers
             else "there is none"
         )
