@@ -127,7 +127,7 @@ def _facts(path: Path, step: int, read: bool) -> dict[str, Any]:
             )
         if read and "sha256" in had and _sha256(path / name) != had["sha256"]:
             raise ValueError(f"{name} has other contents than were written")
-    return facts
+    return dict(facts)
 
 
 def _sha256(path: Path) -> str:
