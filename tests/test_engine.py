@@ -694,3 +694,8 @@ class NoPadding:
 def test_a_model_that_insists_on_a_padding_token_takes_a_tokenizer_without_one():
     config = models.model_config(Experiment(objective="clm"), NoPadding())
     assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (0, 1, 2)
+
+
+def test_a_mask_rate_by_which_nothing_counts_is_named(text, tmp_path):
+    with pytest.raises(TrainingError, match=r"none of the 8 held-out sequences .* counts: mask_rate is 1e-09"):
+        run(small(text, objective="mlm", mask_rate=1e-9), tmp_path / "a")

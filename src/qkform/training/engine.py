@@ -22,7 +22,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from qkform import surgery
 from qkform.dynamics.processes import summed
-from qkform.errors import ExperimentError
+from qkform.errors import ExperimentError, TrainingError
 from qkform.training import states
 from qkform.training.experiment import Experiment
 from qkform.training.objectives import IGNORED
@@ -227,6 +227,11 @@ class Engine(Trainer):
         finally:
             model.train(was_training)
         total = summed(total)
+        if not total[1]:
+            raise TrainingError(
+                f"none of the {self.experiment.held_out} held-out sequences has a token that counts: mask_rate is "
+                f"{self.experiment.mask_rate:g}; choose a larger one, or more of held_out"
+            )
         return float(total[0] / total[1])
 
     def whole_model(self) -> nn.Module | None:
