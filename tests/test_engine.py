@@ -697,5 +697,7 @@ def test_a_model_that_insists_on_a_padding_token_takes_a_tokenizer_without_one()
 
 
 def test_a_mask_rate_by_which_nothing_counts_is_named(text, tmp_path):
-    with pytest.raises(TrainingError, match=r"none of the 8 held-out sequences .* counts: mask_rate is 1e-09"):
+    with pytest.raises(
+        TrainingError, match=r"none of the 8 held-out sequences .* counts: mask_rate is 1e-09"
+    ):
         run(small(text, objective="mlm", mask_rate=1e-9), tmp_path / "a")

@@ -187,3 +187,12 @@ def test_every_dependency_has_its_reason():
     for requirement in wanted:
         name = re.split(r"[<>=\[ ]", requirement)[0]
         assert name == "qkform" or f"`{name}`" in reasons, f"{name} has no reason in docs/dependencies.md"
+
+
+def test_tests_that_are_thinned_out_exist():
+    from tests.conftest import THINNED
+
+    for test, every in THINNED.items():
+        file, _, name = test.partition("::")
+        assert f"\ndef {name}(" in (Path(__file__).parent / file).read_text(), f"{test} is not there any more"
+        assert every > 1
