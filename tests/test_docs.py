@@ -210,7 +210,7 @@ def test_every_block_is_run_or_listed():
         f"{len(everything)} blocks: {len(PYTHON)} of Python run, {len(slow)} of them slow; of {len(lines)} command "
         f"lines {len(lines) - len(skipped)} run, {len(trains)} of them slow, and {len(skipped)} are listed as skipped"
     )
-    assert {b.language for b in everything} <= {"", "python"}
+    assert {b.language for b in everything} <= {"", "python", "yaml"}
     stale = set(SKIPPED) - set(lines)
     assert not stale, f"listed as skipped, and in no page: {stale}"
     assert len(PYTHON) >= 4
@@ -308,3 +308,14 @@ def test_a_name_without_a_page_is_a_fault_only_if_it_is_ours_and_does_not_exist(
     assert is_only_said("qkform.records.SourceFault")
     assert not is_only_said("qkform.surgery.symmetrise_")
     assert not docstrings._is_only_said(None, None, {"reftarget": "math"})
+
+
+def test_grids_on_the_pages_are_grids(tmp_path):
+    pytest.importorskip("yaml", reason="grids are YAML")
+    from qkform.training import Grid
+
+    grids = [b for b in blocks() if b.language == "yaml"]
+    assert grids
+    for block in grids:
+        (tmp_path / "grid.yaml").write_text(block.text)
+        assert len(list(Grid.load(tmp_path / "grid.yaml").runs())) > 1

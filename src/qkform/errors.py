@@ -85,5 +85,10 @@ def prefixed(error: QKFormError, where: str) -> QKFormError:
 
     Parts of the package have errors of their own, built from other things than a text; those end here.
     """
+    return worded(error, f"{where}: {error}" if where else str(error))
+
+
+def worded(error: QKFormError, text: str) -> QKFormError:
+    """An error with another message, of the same kind, or of the kind above that stands here."""
     kind = next(kind for kind in type(error).__mro__ if kind.__module__ == __name__)
-    return kind(f"{where}: {error}" if where else str(error))  # type: ignore[no-any-return]
+    return kind(text)  # type: ignore[no-any-return]

@@ -47,7 +47,7 @@ def losses(runs: Sequence[Run]) -> list[Row]:
 
 
 def layers(run: Run, steps: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """A row per step and whole layer: `MEASURES`, where random weights lie (mean ± 2 std), and the step's loss."""
+    """A row per step and whole layer: `MEASURES`, where random weights lie (mean +/- 2 std), and the step's loss."""
     held = whose_loss([run]) == "held_out"
     out = []
     for step in steps:

@@ -148,7 +148,7 @@ def _diff_screen(diff: DiffTable, *, width: int, unicode: bool) -> Iterator[Any]
         yield table_of(list_title(*name), columns, layers, unicode=unicode)
     yield Text(change(diff))
     yield Text(
-        "noise: where symmetry would move (mean ± 2 std) if noise on W_Q and W_K turned W as far; inside, the "
+        "noise: where symmetry would move (mean +/- 2 std) if noise on W_Q and W_K turned W as far; inside, the "
         "change says nothing about symmetry. moved: norm of the change over the norm of a.",
         style="dim",
     )

@@ -227,7 +227,7 @@ def null_words(layers: Sequence[Row]) -> str:
         return ""
     low, high = min(b[0] for b in bands), max(b[1] for b in bands)
     return (
-        f"Random weights of this size: symmetry {decimals(low)} to {decimals(high)} (mean ± 2 std). "
+        f"Random weights of this size: symmetry {decimals(low)} to {decimals(high)} (mean +/- 2 std). "
         "Directionality below 0: the key side dominates; it scatters widely in random weights, so compare many "
         "layers. A score says nothing about the mask."
     )

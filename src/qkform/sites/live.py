@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkform.errors import ConfigError, LayoutError, SourceError
+from qkform.errors import ConfigError, LayoutError, SourceError, worded
 from qkform.layouts import Layout, Manual, Overrides
 from qkform.layouts.manual import QUERY
 from qkform.sites import headwise
@@ -81,7 +81,7 @@ class LiveModel:
             return Finder(self, overrides or Overrides()).find(manual)
         except (ConfigError, LayoutError) as error:
             self._refuse_unreadable()
-            raise type(error)(_in_python(str(error))) from None
+            raise worded(error, _in_python(str(error))) from None
 
     def plain(self, names: Iterable[str]) -> dict[str, LiveTensor]:
         """Parameters as tensors of the same name."""
