@@ -696,6 +696,16 @@ def test_a_model_that_insists_on_a_padding_token_takes_a_tokenizer_without_one()
     assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (0, 1, 2)
 
 
+def test_every_token_is_learnt_by_a_tokenizer_without_padding():
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = models.build_model(Experiment(objective="clm", config=sizes), NoPadding())
+    model(input_ids=torch.tensor([[0, 3, 0, 4]]), labels=torch.tensor([[0, 3, 0, 4]])).loss.backward()
+    fed = torch.autograd.grad(
+        model.get_input_embeddings()(torch.tensor([0])).sum(), model.get_input_embeddings().weight
+    )[0]
+    assert fed[0].abs().sum() > 0
+
+
 def test_a_mask_rate_by_which_nothing_counts_is_named(text, tmp_path):
     with pytest.raises(
         TrainingError, match=r"none of the 8 held-out sequences .* counts: mask_rate is 1e-09"
