@@ -167,7 +167,7 @@ def test_ratios_are_named_as_they_are_written():
         (["one-layer", "--ratios", "x"], "--ratios 'x': expected numbers"),
         (["one-layer", "--ratios", "1/0"], "--ratios '1/0'"),
         (["one-layer", "--ratios", "-1"], "ratio is -1.0"),
-        (["one-layer", "--loss", "5"], "loss 5.0 is not reached by training"),
+        (["one-layer", "--loss", "5"], "loss is 5.0; that is not reached by training"),
         (["one-layer", "--common", "2.5"], "common is 2.5"),
         (["one-layer", "--common", "inf"], "scale=1.0"),
         (["one-layer", "--start", "1,2,3"], "or two of them"),
