@@ -17,6 +17,7 @@ ARROWS = {
     "errors": set(),
     "wrappers": set(),
     "steps": set(),
+    "lazy": set(),
     "cache": {"errors"},
     "plain": set(),
     "records": {"errors", "plain"},
@@ -43,8 +44,9 @@ ARROWS = {
     },
     "sites": {"layouts", "form", "errors", "wrappers"},
     "attention": {"errors"},
-    "surgery": {"plain", "attention", "sites", "layouts", "form", "errors", "wrappers"},
+    "surgery": {"lazy", "plain", "attention", "sites", "layouts", "form", "errors", "wrappers"},
     "dynamics": {
+        "lazy",
         "attention",
         "form",
         "layouts",
@@ -57,6 +59,7 @@ ARROWS = {
         "errors",
     },
     "training": {
+        "lazy",
         "comparisons",
         "cache",
         "attention",
@@ -93,6 +96,7 @@ ARROWS = {
     },
     "__main__": {"cli"},
     "__init__": {
+        "lazy",
         "errors",
         "form",
         "layouts",

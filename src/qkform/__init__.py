@@ -10,8 +10,9 @@ Names are loaded when they are first used, so that importing the package costs n
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from qkform.lazy import member
 
 if TYPE_CHECKING:
     from qkform import attention as attention
@@ -60,10 +61,8 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'qkform' has no attribute {name!r}")
     try:
-        module = importlib.import_module(_HOME[name])
+        return member(__name__, _HOME, name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -72,7 +71,6 @@ def __getattr__(name: str) -> Any:
         raise MissingExtra(
             f"qkform.{name} needs torch, which is not installed: pip install 'qkform[torch]'"
         ) from None
-    return module if _HOME[name] == f"qkform.{name}" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -9,8 +9,9 @@ in which the token that matters is known. `Tracker` records the form, attention 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from qkform.lazy import member
 
 if TYPE_CHECKING:
     from qkform.dynamics import agreement as agreement
@@ -51,10 +52,7 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'qkform.dynamics' has no attribute {name!r}")
-    module = importlib.import_module(_HOME[name])
-    return module if _HOME[name] == f"qkform.dynamics.{name}" else getattr(module, name)
+    return member(__name__, _HOME, name)
 
 
 def __dir__() -> list[str]:

@@ -5,9 +5,10 @@ Every change is recorded in the model (`model.config.qkform`), and `from_pretrai
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
+
+from qkform.lazy import member
 
 if TYPE_CHECKING:
     from qkform.surgery.building import from_config as from_config
@@ -42,15 +43,13 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'qkform.surgery' has no attribute {name!r}")
-    if importlib.util.find_spec("torch") is None:
+    if name in _HOME and importlib.util.find_spec("torch") is None:
         from qkform.errors import MissingExtra
 
         raise MissingExtra(
             f"qkform.surgery.{name} needs torch, which is not installed: pip install 'qkform[torch]'"
         )
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return member(__name__, _HOME, name)
 
 
 def __dir__() -> list[str]:

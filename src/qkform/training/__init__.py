@@ -8,8 +8,9 @@ Needs the extra `train` (torch, transformers, accelerate, datasets, tokenizers).
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from qkform.lazy import member
 
 if TYPE_CHECKING:
     from qkform.training.comparing import compare as compare
@@ -38,10 +39,7 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'qkform.training' has no attribute {name!r}")
-    module = importlib.import_module(_HOME[name])
-    return module if _HOME[name] == f"qkform.training.{name}" else getattr(module, name)
+    return member(__name__, _HOME, name)
 
 
 def __dir__() -> list[str]:

@@ -11,8 +11,9 @@ torch.Size([64, 64])
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from qkform.lazy import member
 
 if TYPE_CHECKING:
     from qkform.training.data.batches import Batches as Batches
@@ -43,9 +44,7 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'qkform.training.data' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return member(__name__, _HOME, name)
 
 
 def __dir__() -> list[str]:
