@@ -11,7 +11,7 @@ from qkform.report.flowsection import FlowSection
 from qkform.report.look import MODEL_COLOURS
 from qkform.report.rows import Points, points, text
 from qkform.report.runscreen import layer_lines, rate_words, time_words
-from qkform.report.runset import Run, RunSet, flat
+from qkform.report.runset import Run, RunSet, options
 from qkform.report.sections import Packed
 from qkform.report.words import counted
 
@@ -220,7 +220,7 @@ class RunsSection:
     def conventions(self) -> list[tuple[list[str], list[tuple[str, str]]]]:
         """The options and environments: what all runs share, and of each run what they do not."""
         every = [
-            flat(run.experiment) | flat({"environment": run.record.start.get("environment") or {}})
+            options(run.experiment) | options({"environment": run.record.start.get("environment") or {}})
             for run in self._runs
         ]
         shared = {

@@ -15,12 +15,11 @@ from qkform.records import Row, SourceFault, Table, plain_row
 from qkform.report.rows import distinct, text
 from qkform.report.runreading import thinned
 from qkform.runs import NAME, RunRecord
+from qkform.runs.experiments import NOT_OF_ARM, flat
 from qkform.runs.lines import encoded
 
 SCHEMA = "qkform.runs/1"
 MOST = 400  # tracked steps that are read of a run, unless all are asked for
-# Of an experiment, what does not make another arm of it: as `qkform compare` has it.
-_NOT_OF_ARM = ("seed", "track_every", "conflict", "save_every", "keep", "report_to", "out", "name")
 _OF_RUN: dict[str, type] = {"run": str, "arm": str, "seed": int}
 _LONGEST = 60  # characters of a name
 
@@ -174,15 +173,9 @@ def found_at(path: Path) -> list[Path]:
     return found
 
 
-def flat(experiment: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def options(experiment: Mapping[str, Any]) -> dict[str, str]:
     """The options of an experiment, those of options in it as "config.name", values as text."""
-    found = {}
-    for name, value in experiment.items():
-        if isinstance(value, Mapping):
-            found.update(flat(value, f"{prefix}{name}."))
-        else:
-            found[text(f"{prefix}{name}")] = text(_said(value))
-    return found
+    return {text(name): text(_said(value)) for name, value in flat(experiment).items()}
 
 
 def _said(value: Any) -> str:
@@ -193,16 +186,16 @@ def _said(value: Any) -> str:
 
 def _named(runs: Sequence[Run]) -> list[Run]:
     """The runs with the names of their arms and of themselves."""
-    options = [
-        {name: value for name, value in flat(run.experiment).items() if name not in _NOT_OF_ARM}
+    given = [
+        {name: value for name, value in options(run.experiment).items() if name not in NOT_OF_ARM}
         for run in runs
     ]
     folders = [Path(run.path) for run in runs]
     # a run without an experiment is an arm of its own
-    keys = [tuple(sorted(one.items())) or (("", run.path),) for one, run in zip(options, runs, strict=True)]
-    differing = _differing([one for one in options if one])
+    keys = [tuple(sorted(one.items())) or (("", run.path),) for one, run in zip(given, runs, strict=True)]
+    differing = _differing([one for one in given if one])
     words: dict[Any, str] = {}
-    for key, one, folder in zip(keys, options, folders, strict=True):
+    for key, one, folder in zip(keys, given, folders, strict=True):
         said = ", ".join(f"{name} {one[name]}" for name in differing if name in one)
         # what is too long to tell apart at a glance, or is not said at all, is told by its folder
         words.setdefault(
@@ -229,10 +222,10 @@ def _of_all(folder: Path, many: bool) -> str:
     return (folder.parent.name if around else "") or folder.name or str(folder)
 
 
-def _differing(options: Sequence[Mapping[str, str]]) -> list[str]:
+def _differing(given: Sequence[Mapping[str, str]]) -> list[str]:
     """The names whose values are not the same in all."""
-    names = dict.fromkeys(name for one in options for name in one)
-    return [name for name in names if len({one.get(name) for one in options}) > 1]
+    names = dict.fromkeys(name for one in given for name in one)
+    return [name for name in names if len({one.get(name) for one in given}) > 1]
 
 
 def _ends(record: RunRecord, *, every: bool) -> RunRecord:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qkform.errors import RecordError
+from qkform.runs.experiments import NOT_OF_ARM
 from qkform.training.gathering import Run, differing
 
-# Fields of an experiment that change nothing about what is trained, or only say where it goes.
-OUTSIDE = {"seed", "track_every", "conflict", "save_every", "keep", "report_to", "out", "name"}
 # Interventions, each with the values that stand for none. How self scores start matters to decoupled attention alone.
 INTERVENTIONS: dict[str, tuple[Any, ...]] = {
     "attention": ("standard", None),
@@ -183,7 +182,7 @@ def _by_seed(runs: Sequence[Run]) -> list[Run]:
 
 
 def _outside(name: str) -> bool:
-    return _top(name) in OUTSIDE
+    return _top(name) in NOT_OF_ARM
 
 
 def _is_one_of(value: Any, plain: Sequence[Any]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from qkform.errors import RecordError
 from qkform.runs import NAME, RunRecord
+from qkform.runs.experiments import flat
 
 FINISHED = ("finished", "stop_at_loss")  # reasons in the `end` event of a run that did what it was asked
 BROKE = "nan"  # of one that came to its end all the same: its loss is no number any more
@@ -71,17 +72,6 @@ def load(folder: Path) -> Run:
     record = RunRecord.load(folder)
     experiment = record.start.get("experiment")
     return Run(folder, record, flat(experiment) if isinstance(experiment, Mapping) else {})
-
-
-def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}; a mapping of nothing is not there."""
-    out: dict[str, Any] = {}
-    for name, value in nested.items():
-        if isinstance(value, Mapping):
-            out |= flat(value, f"{prefix}{name}.")
-        else:
-            out[f"{prefix}{name}"] = value
-    return out
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
