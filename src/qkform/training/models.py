@@ -35,7 +35,9 @@ def build_model(experiment: Experiment, tokenizer: Any) -> Any:
             raise
         except Exception as error:  # whatever a model class thinks of its config
             raise ExperimentError(f"config: no {experiment.model} can be built: {error}") from error
-    if tokenizer.pad_token_id is None:  # its place was given to a token of the text, which is to be learnt like any
+    if (
+        tokenizer.pad_token_id is None
+    ):  # its place was given to a token of the text, which is to be learnt like any
         model.get_input_embeddings().padding_idx = None
     change_(model, experiment)
     return model.train()
