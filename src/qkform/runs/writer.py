@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from qkform import disk
 from qkform.errors import RecordError
 from qkform.runs.checks import check_event, check_start, check_step
 from qkform.runs.fields import SCHEMA
 from qkform.runs.lines import Line, dumped, finite, read_lines
 from qkform.runs.record import RunRecord, from_lines
 
-if sys.platform != "win32":  # two writers are not told apart there
-    import fcntl
-
 _BEGIN = b'{"event": "start"'
-_HELD = (errno.EAGAIN, errno.EACCES, errno.EWOULDBLOCK)
 
 
 class RunWriter:
@@ -183,21 +178,10 @@ def _opened(file: Path, flags: int = 0) -> int:
         raise RecordError(f"cannot write {file}: {what}") from None
     except (OSError, ValueError) as error:
         raise RecordError(f"cannot write {file}: {getattr(error, 'strerror', None) or error}") from None
-    if not _locked(handle) or not _is_at(handle, file):
+    if disk.locked(handle) is False or not _is_at(handle, file):
         os.close(handle)
         raise RecordError(f"{file} is being written by another process: is the same run going on elsewhere?")
     return handle
-
-
-def _locked(handle: int) -> bool:
-    """Whether the file is ours now; where the file system has no locks, it is."""
-    if sys.platform == "win32":
-        return True
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in _HELD
-    return True
 
 
 def _is_at(handle: int, file: Path) -> bool:
@@ -216,10 +200,11 @@ def _replaced(file: Path, data: bytes) -> int:
     try:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
         handle = os.open(aside, flags, target.stat().st_mode & 0o777)
-        _locked(handle)
+        disk.locked(handle)
         _put(handle, data, 0, file)
         os.replace(aside, target)
-        _synced_folder(target.parent)
+        with suppress(OSError):  # the new name is on the disk too, where folders can be synced
+            disk.synced(target.parent)
     except BaseException as error:
         if handle >= 0:
             os.close(handle)
@@ -229,16 +214,6 @@ def _replaced(file: Path, data: bytes) -> int:
             raise RecordError(f"cannot write {file}: {error.strerror or error}") from None
         raise
     return handle
-
-
-def _synced_folder(folder: Path) -> None:
-    """The new name is on the disk too, where folders can be synced."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _is_step(line: Line) -> bool:

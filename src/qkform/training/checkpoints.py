@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qkform import disk
 from qkform.errors import TrainingError
 
 FACTS = "qkform.json"  # in every checkpoint: its step, its experiment, the environment, and the sizes of its files
@@ -80,13 +81,13 @@ def written(folder: Path, name: str, facts: dict[str, Any] | None = None) -> Ite
             text = json.dumps({**facts, "files": files}, indent=1)
             (aside / FACTS).write_text(text + "\n", encoding="utf-8")
         for path in [*aside.rglob("*"), aside]:
-            _synced(path)
+            disk.synced(path)
         old = folder / f"{_ASIDE}old-{name}"
         shutil.rmtree(old, ignore_errors=True)
         if target.exists():
             target.rename(old)
         aside.rename(target)
-        _synced(folder)
+        disk.synced(folder)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
@@ -144,20 +145,3 @@ def _full(error: BaseException | None) -> int | None:
             return errno.ENOSPC
         error = error.__cause__ or error.__context__
     return None
-
-
-def _synced(path: Path) -> None:
-    """Force a file or folder to disk; folders cannot be everywhere."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except PermissionError:
-        if path.is_dir():
-            return
-        raise
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.EBADF):
-            raise
-    finally:
-        os.close(handle)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from qkform import disk
 from qkform.errors import ExperimentError, RecordError, TrainingError
 from qkform.runs import RunRecord, RunWriter
 from qkform.training.checkpoints import Checkpoint, checkpoints, newest
@@ -19,7 +19,6 @@ CHECKPOINTS = "checkpoints"
 MODEL = "model"
 _LOCK = ".lock"
 _ASIDE = f".{EXPERIMENT}"  # being written; a kill may leave it
-_HELD = (errno.EAGAIN, errno.EACCES, errno.EWOULDBLOCK)
 
 
 @contextmanager
@@ -130,18 +129,13 @@ def _has_begun(folder: Path) -> bool:
 
 
 def _locked(handle: int) -> bool:
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        import msvcrt
+    ours = disk.locked(handle)
+    if ours is not None:
+        return ours
+    import msvcrt
 
-        try:
-            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-        except OSError:
-            return False
-        return True
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in _HELD  # a file system without locks holds nobody back
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+    except OSError:
+        return False
     return True

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from qkform import disk
 from qkform.errors import ExperimentError, RecordError, TrainingError
 from qkform.records import write_whole
 from qkform.runs import NAME, RunRecord
@@ -108,15 +109,10 @@ def ending(job: Job) -> str | None:
 def is_running(job: Job) -> bool:
     """Whether a process that a sweep started for this run lives."""
     try:
-        import fcntl
-
         with job.lock.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except (ImportError, OSError):
+            return disk.locked(file.fileno()) is False
+    except OSError:
         return False
-    return False
 
 
 def outcome(job: Job, state: str, **more: Any) -> Outcome:
@@ -235,27 +231,18 @@ def _signalled(process: subprocess.Popen[bytes], number: int) -> None:
 @contextmanager
 def _held(job: Job, stop: Stop, say: Say) -> Iterator[int | None]:
     """The lock of a run as an open file; None: another process had it until `stop`; -1: there are no locks here."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: `qkform train` has a lock of its own
-        yield -1
-        return
     handle = os.open(job.lock, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         told = False
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if stop():
-                    yield None
-                    return
-                if not told:
-                    say(f"{job.name}: a process that an earlier sweep left is training it; waiting for that")
-                told = True
-                time.sleep(_LOOK_SECONDS)
-        yield handle
+        while (ours := disk.locked(handle)) is False:
+            if stop():
+                yield None
+                return
+            if not told:
+                say(f"{job.name}: a process that an earlier sweep left is training it; waiting for that")
+            told = True
+            time.sleep(_LOOK_SECONDS)
+        yield handle if ours else -1  # on Windows `qkform train` has a lock of its own
     finally:
         os.close(handle)
 

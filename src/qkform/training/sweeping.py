@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from qkform import disk
 from qkform.errors import ExperimentError, TrainingError
 from qkform.training import job as jobs
 from qkform.training.grid import Grid
@@ -165,23 +166,13 @@ def held(out: Path) -> Iterator[None]:
     except OSError as error:
         raise TrainingError(f"{out}: cannot be written to: {error.strerror or error}") from None
     try:
-        _lock(handle, out)
+        if disk.locked(handle) is False:
+            raise TrainingError(
+                f"{out}: another sweep works in this folder; wait for it, or give another --out"
+            )
         yield
     finally:
         os.close(handle)
-
-
-def _lock(handle: int, out: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise TrainingError(
-            f"{out}: another sweep works in this folder; wait for it, or give another --out"
-        ) from None
 
 
 @contextmanager

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from qkform import disk
 from qkform.errors import DataError
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -27,24 +26,14 @@ def published(final: Path) -> Iterator[Path]:
     try:
         yield work
         for path in work.iterdir():
-            _sync(path)
-        _sync(work)
+            disk.synced(path)
+        disk.synced(work)
         if final.exists():
             shutil.rmtree(final)
         work.rename(final)
-        _sync(final.parent)
+        disk.synced(final.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    if sys.platform == "win32" and path.is_dir():
-        return
-    descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
