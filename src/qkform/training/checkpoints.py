@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Checkpoint:
     path: Path
     step: int
     facts: dict[str, Any]
+    passed_over: tuple[str, ...] = ()  # what is wrong with others, where this is the one to go on from
 
 
 def checkpoints(folder: Path, *, read: bool = False) -> tuple[list[Checkpoint], list[str]]:
@@ -53,7 +54,7 @@ def newest(folder: Path) -> Checkpoint:
     """The checkpoint to go on from. TrainingError where there is none, with what is wrong with those that are there."""
     found, damaged = checkpoints(folder, read=True)
     if found:
-        return found[-1]
+        return replace(found[-1], passed_over=tuple(damaged))
     if damaged:
         raise TrainingError(f"no checkpoint in {folder} is whole: {'; '.join(damaged[:3])}")
     raise TrainingError(f"no checkpoint in {folder}: begin again in another folder, or delete this one")

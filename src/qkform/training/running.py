@@ -146,7 +146,11 @@ def _trained(
         "made_of": batches.tokens.manifest["made_of"],
     }
     batches.tokens.check_vocabulary(model.config.vocab_size, experiment.model)
-    for problem in checkpoints.checkpoints(out / folder.CHECKPOINTS, read=True)[1] if resume else ():
+    if point is not None:
+        problems = list(point.passed_over)
+    else:
+        problems = checkpoints.checkpoints(out / folder.CHECKPOINTS)[1] if resume else []
+    for problem in problems:
         tell(f"warning: a checkpoint is passed over: {problem}")
     if point is None:
         if resume:
