@@ -20,6 +20,7 @@ pytest.importorskip("tokenizers", reason="training needs tokenizers")
 from qkform.errors import DataError, ExperimentError, TrainingError  # noqa: E402
 from qkform.runs import RunRecord  # noqa: E402
 from qkform.training import Experiment, models, run  # noqa: E402
+from qkform.training import checkpoints as checkpointing  # noqa: E402
 from qkform.training.checkpoints import checkpoints, newest, written  # noqa: E402
 from qkform.training.engine import Engine  # noqa: E402
 from qkform.training.folder import begin, claim, held  # noqa: E402
@@ -123,6 +124,25 @@ def test_a_run_that_was_killed_before_its_second_checkpoint_goes_on_from_step_0(
 
 
 @pytest.mark.slow
+def test_a_damaged_checkpoint_is_named_and_each_is_read_once(whole, text, tmp_path, monkeypatch):
+    with pytest.raises(Killed):
+        run(small(text), tmp_path / "a", progress=killed_at(7))
+    damaged = tmp_path / "a" / "checkpoints" / "step-6" / "model.safetensors"
+    weights = bytearray(damaged.read_bytes())
+    weights[-1] ^= 1
+    damaged.write_bytes(weights)
+    said, read, begun = [], [], []
+    digest = checkpointing._sha256
+    monkeypatch.setattr(checkpointing, "_sha256", lambda path: read.append(path) or digest(path))
+    run(small(text), tmp_path / "a", resume=True, say=said.append, progress=lambda p: begun.append(len(read)))
+    assert [line for line in said if "passed over" in line and "step-6: model.safetensors has other" in line]
+    before = read[: begun[0]]  # training writes more
+    assert damaged in before
+    assert len(set(before)) == len(before)
+    assert same_weights(tmp_path / "a", whole)
+    assert lines(tmp_path / "a") == lines(whole)
+
+
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(whole, text, tmp_path):
     with pytest.raises(Killed):
         run(small(text), tmp_path / "a", progress=killed_at(0))
