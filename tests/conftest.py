@@ -26,8 +26,8 @@ settings.load_profile("qkform")
 
 
 # Of these tests' many cases every so-manieth is in each run, from the first on; the others are left to `make test-all`.
-# What each says is said by the cases that stay; the rest are more families, arms and combinations of the same law. A step
-# shares no factor with the number of kinds within each family, so that no kind is left out of all.
+# What each says is said by the cases that stay; the rest are more families, arms and combinations of the same law.
+# A step shares no factor with the number of kinds within each family, so that no kind is left out of all.
 THINNED = {
     "test_decouple.py::test_attentions_are_what_the_values_are_weighed_with": 2,
     "test_decouple.py::test_every_kind_of_attention_decodes_as_it_reads": 3,
