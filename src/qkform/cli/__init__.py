@@ -7,15 +7,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, CycloptsError, Parameter
 
 import qkform
 from qkform import targets
 from qkform.cli.compare import compare
 from qkform.cli.demo import demo, samples
+from qkform.cli.flags import (
+    FORM,
+    HUB,
+    SCORES,
+    Bias,
+    Download,
+    FoldNorm,
+    Format,
+    Gamma,
+    HeadDim,
+    Heads,
+    Html,
+    KeyName,
+    KvHeads,
+    Out,
+    Plots,
+    QkNorm,
+    QueryName,
+    Quiet,
+    Token,
+    Transposed,
+)
 from qkform.cli.output import fail, plain, print_table, say, stand_in_streams, write
 from qkform.cli.runs import runs
 from qkform.cli.scanning import fetch_sample, scan_all, scan_progress
@@ -42,39 +63,31 @@ app.command(compare)
 app.command(demo)
 app.command(samples)
 app.command(runs)
-_unknown = Group(
-    "Layouts that are not known", help="Heads outrank the config; names take {layer}.", sort_key=2
-)
-_hub = Group(
-    "Hub ids", help="org/name, hf://org/name[@revision][/path], or the address of a model.", sort_key=3
-)
-_scores = Group("Scores", sort_key=1)
-_form = Group("Another form", help="Change the form that is scored; the result says so.", sort_key=1)
 
 
 @app.command
 def scan(
     *sources: str,
-    format: Literal["human", "json", "csv"] = "human",
-    out: Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)] = (),
-    html: Path | None = None,
-    plots: Path | None = None,
-    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")] = False,
-    gamma: Annotated[float, Parameter(group=_scores)] = 2.0,
-    signature: Annotated[Literal["auto", "all", "none"], Parameter(group=_scores)] = "auto",
-    heads: Annotated[int | None, Parameter(group=_unknown)] = None,
-    kv_heads: Annotated[int | None, Parameter(group=_unknown)] = None,
-    head_dim: Annotated[int | None, Parameter(group=_unknown)] = None,
-    q: Annotated[str | None, Parameter(name="--q", group=_unknown)] = None,
-    k: Annotated[str | None, Parameter(name="--k", group=_unknown)] = None,
-    transposed: Annotated[bool, Parameter(group=_unknown, negative="")] = False,
-    fold_norm: Annotated[bool, Parameter(group=_form, negative="")] = False,
-    bias: Annotated[bool, Parameter(group=_form, negative="")] = False,
-    qk_norm: Annotated[bool, Parameter(group=_form, negative="")] = False,
-    offset: Annotated[str | None, Parameter(group=_form, allow_leading_hyphen=True)] = None,
-    revision: Annotated[str | None, Parameter(group=_hub)] = None,
-    token: Annotated[str | None, Parameter(group=_hub)] = None,
-    download: Annotated[bool, Parameter(group=_hub, negative="")] = False,
+    format: Format = "human",
+    out: Out = (),
+    html: Html = None,
+    plots: Plots = None,
+    quiet: Quiet = False,
+    gamma: Gamma = 2.0,
+    signature: Annotated[Literal["auto", "all", "none"], Parameter(group=SCORES)] = "auto",
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
+    q: QueryName = None,
+    k: KeyName = None,
+    transposed: Transposed = False,
+    fold_norm: FoldNorm = False,
+    bias: Bias = False,
+    qk_norm: QkNorm = False,
+    offset: Annotated[str | None, Parameter(group=FORM, allow_leading_hyphen=True)] = None,
+    revision: Annotated[str | None, Parameter(group=HUB)] = None,
+    token: Token = None,
+    download: Download = False,
 ) -> int:
     """Score every layer and head of one or more checkpoints.
 
@@ -85,48 +98,14 @@ def scan(
     sources
         A file (safetensors, PyTorch, GGUF, ONNX, npz), a folder that holds a model or an adapter,
         a hub id (org/name), or sample:NAME (see `qkform samples`).
-    format
-        What goes to stdout: a table to read, one JSON document, or CSV rows.
-    out
-        Also save the rows to this file (.json, .csv or .parquet); may be repeated.
-    html
-        Also write one self-contained page to look at.
-    plots
-        Also write every chart into this folder, as PNG and SVG.
-    quiet
-        No progress and no notes on stderr; errors and warnings stay.
-    gamma
-        A row or column is an outlier above mean + GAMMA standard deviations of the norms.
     signature
         Count attracting and repelling directions: of heads and of layers up to 2048 of them (auto),
         of all, or of none.
-    heads
-        Query heads per layer.
-    kv_heads
-        Key heads per layer.
-    head_dim
-        Width of a head.
-    q
-        Name of the query weights, for example 'blocks.{layer}.attn.wq.weight'.
-    k
-        Name of the key weights.
-    transposed
-        The weights of --q and --k are stored (in, out), not (out, in).
-    fold_norm
-        Multiply the gain of the norm in front into W_Q and W_K, and add its bias to theirs.
-    bias
-        Score the form of [x, 1]: biases are one more row of W_Q and W_K.
-    qk_norm
-        Multiply the gains of the norms on queries and keys into W_Q and W_K.
     offset
         Rotary models: score W_Q R(N) W_K^T, of a query N positions after its key. Several, as 0,1,2,4, are
         scored one by one; every layer is read once.
     revision
         Branch, tag or commit; several, separated by commas, are scanned one after the other.
-    token
-        Access token for private and gated models; better: `hf auth login`, or HF_TOKEN in the environment.
-    download
-        Fetch whole files into the hub cache where a model cannot be read in parts (no safetensors).
     """
     from qkform.options import Options
 
@@ -166,26 +145,26 @@ def diff(
     b: str,
     /,
     *,
-    format: Literal["human", "json", "csv"] = "human",
-    out: Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)] = (),
-    html: Path | None = None,
-    plots: Path | None = None,
-    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")] = False,
-    gamma: Annotated[float, Parameter(group=_scores)] = 2.0,
-    heads: Annotated[int | None, Parameter(group=_unknown)] = None,
-    kv_heads: Annotated[int | None, Parameter(group=_unknown)] = None,
-    head_dim: Annotated[int | None, Parameter(group=_unknown)] = None,
-    q: Annotated[str | None, Parameter(name="--q", group=_unknown)] = None,
-    k: Annotated[str | None, Parameter(name="--k", group=_unknown)] = None,
-    transposed: Annotated[bool, Parameter(group=_unknown, negative="")] = False,
-    fold_norm: Annotated[bool, Parameter(group=_form, negative="")] = False,
-    bias: Annotated[bool, Parameter(group=_form, negative="")] = False,
-    qk_norm: Annotated[bool, Parameter(group=_form, negative="")] = False,
-    offset: Annotated[int | None, Parameter(group=_form, allow_leading_hyphen=True)] = None,
-    revision_a: Annotated[str | None, Parameter(group=_hub)] = None,
-    revision_b: Annotated[str | None, Parameter(group=_hub)] = None,
-    token: Annotated[str | None, Parameter(group=_hub)] = None,
-    download: Annotated[bool, Parameter(group=_hub, negative="")] = False,
+    format: Format = "human",
+    out: Out = (),
+    html: Html = None,
+    plots: Plots = None,
+    quiet: Quiet = False,
+    gamma: Gamma = 2.0,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
+    q: QueryName = None,
+    k: KeyName = None,
+    transposed: Transposed = False,
+    fold_norm: FoldNorm = False,
+    bias: Bias = False,
+    qk_norm: QkNorm = False,
+    offset: Annotated[int | None, Parameter(group=FORM, allow_leading_hyphen=True)] = None,
+    revision_a: Annotated[str | None, Parameter(group=HUB)] = None,
+    revision_b: Annotated[str | None, Parameter(group=HUB)] = None,
+    token: Token = None,
+    download: Download = False,
 ) -> int:
     """How every layer and head changed from one checkpoint to another of the same architecture.
 
@@ -198,46 +177,12 @@ def diff(
         The checkpoint to compare with; any source that `qkform scan` reads, hf://org/name@revision too.
     b
         The checkpoint that changed.
-    format
-        What goes to stdout: a table to read, one JSON document, or CSV rows.
-    out
-        Also save the rows to this file (.json, .csv or .parquet); may be repeated.
-    html
-        Also write one self-contained page to look at.
-    plots
-        Also write every chart into this folder, as PNG and SVG.
-    quiet
-        No progress and no notes on stderr; errors and warnings stay.
-    gamma
-        A row or column is an outlier above mean + GAMMA standard deviations of the norms.
-    heads
-        Query heads per layer.
-    kv_heads
-        Key heads per layer.
-    head_dim
-        Width of a head.
-    q
-        Name of the query weights, for example 'blocks.{layer}.attn.wq.weight'.
-    k
-        Name of the key weights.
-    transposed
-        The weights of --q and --k are stored (in, out), not (out, in).
-    fold_norm
-        Multiply the gain of the norm in front into W_Q and W_K, and add its bias to theirs.
-    bias
-        Compare the forms of [x, 1]: biases are one more row of W_Q and W_K.
-    qk_norm
-        Multiply the gains of the norms on queries and keys into W_Q and W_K.
     offset
         Rotary models: compare W_Q R(N) W_K^T, of a query N positions after its key.
     revision_a
         Branch, tag or commit of A.
     revision_b
         Branch, tag or commit of B.
-    token
-        Access token for private and gated models; better: `hf auth login`, or HF_TOKEN in the environment.
-    download
-        Fetch whole files into the hub cache where a model cannot be read in parts (no safetensors).
     """
     from qkform.differ import diff as compared
 

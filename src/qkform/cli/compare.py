@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
-
-from cyclopts import Parameter
 
 from qkform import targets
+from qkform.cli.flags import Format, Html, Out, Plots, Quiet
 from qkform.cli.output import fail, print_table, say, write
 
 
@@ -16,11 +14,11 @@ def compare(
     at_loss: float | None = None,
     baseline: str | None = None,
     window: int = 3,
-    format: Literal["human", "json", "csv"] = "human",
-    out: Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)] = (),
-    html: Path | None = None,
-    plots: Path | None = None,
-    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")] = False,
+    format: Format = "human",
+    out: Out = (),
+    html: Html = None,
+    plots: Plots = None,
+    quiet: Quiet = False,
 ) -> int:
     """Compare trained arms with a baseline, seed by seed: loss, time to loss, symmetry, sharpness, with intervals.
 
@@ -39,16 +37,6 @@ def compare(
     window
         Tracked steps over which the held-out loss is smoothed, by a running median, before it is said to be reached;
         1 takes it as it is.
-    format
-        What goes to stdout: tables to read, one JSON document, or CSV rows.
-    out
-        Also save the rows to this file (.json, .csv or .parquet); may be repeated.
-    html
-        Also write one self-contained page to look at.
-    plots
-        Also write every chart into this folder, as PNG and SVG.
-    quiet
-        No notes on stderr.
     """
     from qkform.training.comparing import compare as compared
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from qkform import targets
+from qkform.cli.flags import Format, Html, Out, Plots, Quiet
 from qkform.cli.output import fail, print_table, say, write
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ LOSS = 0.1  # of the one-layer model, at which its training ends
 
 def runs(
     *folders: str,
-    format: Literal["human", "json", "csv"] = "human",
-    out: Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)] = (),
-    html: Path | None = None,
-    plots: Path | None = None,
+    format: Format = "human",
+    out: Out = (),
+    html: Html = None,
+    plots: Plots = None,
     every_step: Annotated[bool, Parameter(negative="")] = False,
-    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")] = False,
+    quiet: Quiet = False,
 ) -> int:
     """What training did to the form: the records of one or more runs, finished or still going on.
 
@@ -34,25 +34,15 @@ def runs(
     ----------
     folders
         The folder of a run, its record.jsonl, or a folder of such folders.
-    format
-        What goes to stdout: a table to read, one JSON document, or CSV rows.
-    out
-        Also save the rows to this file (.json, .csv or .parquet); may be repeated.
-    html
-        Also write one self-contained page: loss, form and sharpness over training.
-    plots
-        Also write every chart into this folder, as PNG and SVG.
     every_step
         Rows of every tracked step, not of the first and the last alone.
-    quiet
-        No notes on stderr; errors stay.
     """
     from qkform.report.runset import RunSet
 
     if not folders:
         return fail("name the folder of a run, or its record.jsonl, for example: qkform runs runs/a")
     targets.check(folders, out, html, plots)
-    found = RunSet.read(folders, every_step=every_step)
+    found = RunSet.read(folders, every_step=every_step, on_error="record")
     if found.runs:
         if html is not None or plots is not None:
             found = _with_model(found, quiet)

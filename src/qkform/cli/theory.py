@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Group, Parameter
 
 from qkform import targets
+from qkform.cli.flags import Format, Html, Out, Plots, Quiet
 from qkform.cli.output import print_table, say, write
 from qkform.errors import ConfigError
 
@@ -103,25 +103,11 @@ class Shown:
     """What becomes of the answer."""
 
     simulate: Annotated[bool, Parameter(help="Integrate the full matrices too.")] = True
-    format: Annotated[
-        Literal["human", "json", "csv"],
-        Parameter(help="What goes to stdout: a table to read, one JSON document, or CSV rows."),
-    ] = "human"
-    out: Annotated[
-        tuple[Path, ...],
-        Parameter(
-            negative="",
-            show_default=False,
-            help="Also save the rows to this file (.json, .csv or .parquet); may be repeated.",
-        ),
-    ] = ()
-    html: Annotated[
-        Path | None, Parameter(help="Also write one self-contained page with the phase plane.")
-    ] = None
-    plots: Annotated[
-        Path | None, Parameter(help="Also write every chart into this folder, as PNG and SVG.")
-    ] = None
-    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative="", help="No notes on stderr.")] = False
+    format: Format = "human"
+    out: Out = ()
+    html: Html = None
+    plots: Plots = None
+    quiet: Quiet = False
 
 
 @theory.command(name="one-layer")
