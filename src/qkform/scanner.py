@@ -176,6 +176,16 @@ def fault(source: Source, error: Exception, revision: str | None = None) -> Sour
     return SourceFault(name, message if name[:200] in message else f"{name[:200]}: {message}")
 
 
+class Cost(NamedTuple):
+    """What a source took. Of several models from one source the first has it, so that sums are right."""
+
+    bytes_read: int
+    seconds: float
+
+
+NOTHING = Cost(0, 0.0)
+
+
 def _scanned(
     source: Source, options: Options, progress: Progress | None, names: set[str]
 ) -> list[ModelScores]:
@@ -193,10 +203,9 @@ def _scanned(
     for layer in _counted(layout, found.source, progress):
         for at_distance, one in zip(rows, every, strict=True):  # the layer keeps what it has read
             at_distance += layer_rows(layer, one)
+    cost = Cost(found.bytes_read, time.perf_counter() - begin)
     return [
-        _scores_of(
-            found, layout, one, found.source, at_distance, begin, found.bytes_read if one is every[0] else 0
-        )
+        _scores_of(found, layout, one, found.source, at_distance, cost if one is every[0] else NOTHING)
         for one, at_distance in zip(every, rows, strict=True)
     ]
 
@@ -227,7 +236,8 @@ def _adapted(
         for i, one in enumerate(every):
             for of_model, found in zip(rows, _three(before, after, one), strict=True):
                 of_model[i] += found
-    read = (adapter.base.bytes_read, 0, adapter.merged.bytes_of_adapter)
+    seconds = time.perf_counter() - begin
+    costs = (Cost(adapter.base.bytes_read, seconds), NOTHING, Cost(adapter.merged.bytes_of_adapter, 0.0))
     return [
         _scores_of(
             checkpoint,
@@ -235,8 +245,7 @@ def _adapted(
             one,
             names[k],
             rows[k][i],
-            begin,
-            0 if i else read[k],
+            NOTHING if i else costs[k],
             adapter=adapter if k else None,
             delta=k == 1,
         )
@@ -302,8 +311,7 @@ def _scores_of(
     options: Options,
     source: str,
     rows: list[Row],
-    begin: float,
-    bytes_read: int,
+    cost: Cost,
     *,
     adapter: Adapter | None = None,
     delta: bool = False,
@@ -320,8 +328,8 @@ def _scores_of(
         source=source,
         format=checkpoint.format,
         model_type=layout.model_type,
-        bytes_read=bytes_read,  # of several models from one source each byte once, so that sums are right
-        wall_seconds=time.perf_counter() - begin,
+        bytes_read=cost.bytes_read,
+        wall_seconds=cost.seconds,
         conventions=told,
         skipped=list(layout.skipped),
         rows=rows,

@@ -21,6 +21,7 @@ from qkform.report.terminal import (
     Column,
     bar,
     by_list,
+    cost,
     form_words,
     heading,
     heads_by_module,
@@ -29,7 +30,6 @@ from qkform.report.terminal import (
     null_words,
     number,
     one_line,
-    sum_bytes,
     table_of,
 )
 
@@ -75,7 +75,7 @@ def _series_screen(entry: Entry, *, width: int, unicode: bool) -> Iterator[Any]:
         models[0].model_type,
         f"{len(models)} {unit}s",
         *form_words(models[0], distance=entry.kind != "offset"),
-        sum_bytes(sum(m.bytes_read for m in models), sum(m.wall_seconds for m in models)),
+        *cost(sum(m.bytes_read for m in models), sum(m.wall_seconds for m in models)),
     )
     for name in dict.fromkeys(name for model in models for name in by_list(model.rows)):
         lines = [
@@ -138,7 +138,7 @@ def _diff_screen(diff: DiffTable, *, width: int, unicode: bool) -> Iterator[Any]
     yield heading(
         f"{one_line(diff.source_a)} {arrow} {one_line(diff.source_b)}",
         diff.model_type,
-        sum_bytes(diff.bytes_read, diff.wall_seconds),
+        *cost(diff.bytes_read, diff.wall_seconds),
     )
     for name, rows in by_list(diff.rows).items():
         layers = whole_layers(rows)

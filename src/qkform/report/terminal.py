@@ -26,7 +26,7 @@ def model_screen(model: ModelScores, *, width: int, unicode: bool = True) -> Ite
         model.model_type,
         model.format,
         *form_words(model),
-        sum_bytes(model.bytes_read, model.wall_seconds),
+        *cost(model.bytes_read, model.wall_seconds),
     )
     for name, rows in by_list(model.rows).items():
         yield _table(*name, rows, width=width, unicode=unicode)
@@ -74,9 +74,9 @@ def form_words(model: ModelScores, *, distance: bool = True) -> list[str]:
     return [*words, f"at distance {model.offset}"] if distance and model.offset is not None else words
 
 
-def sum_bytes(bytes_read: int, wall_seconds: float) -> str:
-    """ "12.3 MB read in 0.4 s"."""
-    return f"{_bytes(bytes_read)} read in {wall_seconds:.1f} s"
+def cost(bytes_read: int, wall_seconds: float) -> list[str]:
+    """["12.3 MB read", "0.4 s"]; nothing for a model whose cost stands at the first one of the same source."""
+    return [f"{_bytes(bytes_read)} read", f"{wall_seconds:.1f} s"] if bytes_read or wall_seconds else []
 
 
 def by_list(rows: Iterable[Row]) -> dict[tuple[str, str, str | None], list[Row]]:
