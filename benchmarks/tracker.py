@@ -3,7 +3,9 @@
     python benchmarks/tracker.py --save benchmarks/results
 
 ModernBERT for masked language modelling, 4 layers, width 128, vocabulary 512, batches of 64 x 64, AdamW, on the CPU;
-a line every 100 steps on a probe of 64 x 64 tokens. Exits with 1 where the share is above 1 %.
+a line every 100 steps on a probe of 64 x 64 tokens: the preset `tiny`, and as long as it is. The first line costs more
+than the others, since the attentions of the model are found there; so a shorter run has a larger share. Exits with 1
+where the share is above 1 %.
 """
 
 from __future__ import annotations
@@ -80,6 +82,7 @@ def shares(record: RunRecord) -> dict[str, float]:
         "tracker_seconds": own[-1],
         "share": own[-1] / seconds[-1],
         "share_after_step_0": (own[-1] - own[0]) / (seconds[-1] - seconds[0]),
+        "first_line": own[0],
         "seconds_per_line": (own[-1] - own[0]) / lines,
         "tokens_per_second": record.steps[-1]["tokens"] / (seconds[-1] - seconds[0]),
     }
@@ -87,7 +90,7 @@ def shares(record: RunRecord) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--conflict", type=int, default=0, help="permutations; 0 leaves conflict out")
     parser.add_argument("--save", type=Path)
@@ -100,7 +103,8 @@ def main() -> int:
         + (f", conflict with {args.conflict} permutations" if args.conflict else ""),
         f"{found['steps']} steps in {found['seconds']:.1f} s, {found['tokens_per_second']:.0f} tokens/s",
         f"the tracker's own time {found['tracker_seconds']:.2f} s, {100 * found['share']:.2f} % of all",
-        f"after step 0 {found['seconds_per_line']:.2f} s a line, {100 * found['share_after_step_0']:.2f} %",
+        f"{found['first_line']:.2f} s of it at step 0, where the model is found; "
+        f"after that {found['seconds_per_line']:.2f} s a line, {100 * found['share_after_step_0']:.2f} %",
         f"target: at most {100 * TARGET:.0f} %: {'met' if found['share'] <= TARGET else 'missed'}",
     ]
     print("\n".join(lines))

@@ -83,9 +83,9 @@ def test_a_line_holds_what_scan_and_attention_say(path):
     for i, row in enumerate(record.steps[-1]["layers"]):
         whole, heads = scanned.layers[i], [h for h in scanned.heads if h["layer"] == i]
         for name in ("symmetry", "symmetry_z", "directionality", "norm"):
-            assert row[name] == whole[name]
-            assert row["heads"][name] == [h[name] for h in heads]
-        assert row["null_sd"] == null_variance(12, whole["effective_rank"]) ** 0.5
+            assert row[name] == pytest.approx(whole[name], rel=1e-12)
+            assert row["heads"][name] == pytest.approx([h[name] for h in heads], rel=1e-12)
+        assert row["null_sd"] == pytest.approx(null_variance(12, whole["effective_rank"]) ** 0.5, rel=1e-12)
     watched = observe(model, probe)
     for row, each in zip(record.steps[-1]["layers"], watched, strict=True):
         (_, _, weights, open_), *_ = each.calls[0].weights()
@@ -95,6 +95,20 @@ def test_a_line_holds_what_scan_and_attention_say(path):
             heads = np.nanmean(getattr(expected, name).numpy(), (0, 2))
             np.testing.assert_allclose(row["heads"][name], heads, rtol=1e-6)
             np.testing.assert_allclose(row[name], heads.mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_weights_of_every_type_are_measured_as_a_scan_measures_them(path, dtype):
+    model = bert().to(dtype)
+    with Tracker(model, every=1, path=path) as tracker:
+        tracker.step(0)
+    (line,) = RunRecord.load(path).steps
+    scanned = {(row["module"], row["head"]): row for row in qk.scan(model).rows}
+    for layer in line["layers"]:
+        for name in ("symmetry", "directionality", "norm"):
+            assert layer[name] == pytest.approx(scanned[layer["module"], None][name], rel=1e-6, abs=1e-9)
+            heads = [scanned[layer["module"], head][name] for head in range(3)]
+            assert layer["heads"][name] == pytest.approx(heads, rel=1e-6, abs=1e-9)
 
 
 def test_training_does_not_notice(path):

@@ -61,7 +61,7 @@ def _rows(
     """
     scores, reason = _scores(layer, form, options)
     if unextended is not None:
-        scores["bias_share"] = unextended.bias_share()
+        scores["bias_share"] = np.asarray(unextended.bias_share())
     scores |= _self_scores(layer, first, form, scores["norm"], raw=options.form == "raw")
     defects = form.defects()
     no_outliers = form.no_outliers(options.gamma)
@@ -110,7 +110,7 @@ def _scores(layer: AttentionLayer, form: BilinearForm, options: Options) -> tupl
     scores["column_excess"] = form.column_excess(options.gamma)
     for name in ("norm", "effective_rank", "bias_share"):
         scores[name] = getattr(form, name)()
-    return scores, reason
+    return {name: None if x is None else np.asarray(x) for name, x in scores.items()}, reason  # of torch too
 
 
 def _self_scores(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +15,9 @@ from qkform.dynamics.calls import Call
 from qkform.dynamics.capture import Watched, capture, observe
 from qkform.dynamics.conflicts import Conflict, conflict
 from qkform.errors import ConfigError, DynamicsError, LayoutError
+from qkform.form import BilinearForm
 from qkform.form.null import null_variance
+from qkform.layouts.transform import Changed
 from qkform.options import Options
 from qkform.scoring import layer_rows
 from qkform.sites import LiveModel, open_live
@@ -104,7 +107,8 @@ class Measures:
             yield fresh
 
     def _of_form(self, layer: AttentionLayer) -> dict[str, Any]:
-        whole, *heads = (_scores(row) for row in layer_rows(layer, _OPTIONS))
+        form = _on_torch(layer.form)
+        whole, *heads = (_scores(row) for row in layer_rows(layer, _OPTIONS, Changed(form, form, ())))
         unknown = dict.fromkeys(_OF_ATTENTION)
         row: dict[str, Any] = {"module": layer.module, "layer": layer.layer}
         row |= {name: whole[name] for name in _OF_FORM} | unknown
@@ -138,6 +142,19 @@ class Measures:
             name: [value / n if n else None for value, n in zip(total[i], count[i], strict=True)]
             for i, name in enumerate(_OF_ATTENTION)
         }
+
+
+def _on_torch(form: BilinearForm) -> BilinearForm:
+    """The form with weights that torch multiplies. numpy's threads would go on spinning for a while, and take a core
+    from the steps of training that come next: a line of the record then costs twice as much.
+    """
+    w_q, w_k = (torch.from_numpy(np.ascontiguousarray(_native(w))) for w in (form.w_q, form.w_k))
+    return BilinearForm(w_q, w_k)
+
+
+def _native(w: Any) -> Any:
+    """bfloat16 as float32, which holds it: torch does not know numpy's."""
+    return w if w.dtype.kind == "f" else w.astype(np.float32)
 
 
 def _scores(row: Mapping[str, Any]) -> dict[str, Any]:
