@@ -34,7 +34,7 @@ WARM = 5  # steps at the beginning that are not counted
 
 
 class Bare:
-    """The loop that one would write by hand: model, AdamW, clip, linear schedule; batches are those of the pipeline."""
+    """The loop that one would write by hand: model, AdamW, clip, a constant rate; the pipeline's batches."""
 
     def __init__(self, experiment: Experiment, model: Any, batches: Any) -> None:
         self.experiment, self.model, self.batches = experiment, model, batches
