@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 import qkform as qk
 from qkform.errors import FormError
 from qkform.form import null_mean, null_variance, reference
+from qkform.form.null import median_spread
 
 SCORES = (
     "symmetry",
@@ -603,3 +606,20 @@ def test_heads_can_be_taken_one_by_one():
 def test_a_gamma_that_is_no_number_of_deviations_is_refused(gamma):
     with pytest.raises(FormError, match="gamma"):
         random_form((1, 1, 5, 2)).directionality(gamma)
+
+
+def test_the_spread_of_a_median_is_that_of_the_middle_order_statistic():
+    known = {
+        1: 1.0,
+        2: 0.5,
+        3: 1 - math.sqrt(3) / math.pi,
+        4: 0.2982,
+        5: 0.2868,
+    }  # variances; Teichroew (1956)
+    for n, variance in known.items():
+        assert median_spread(n) ** 2 == pytest.approx(variance, abs=1e-4)
+    drawn = np.random.default_rng(0).standard_normal((200_000, 12))
+    assert median_spread(12) == pytest.approx(np.median(drawn, axis=1).std(), rel=0.01)
+    assert median_spread(200) == pytest.approx(median_spread(201), rel=5e-3)
+    with pytest.raises(ValueError, match="one value or more"):
+        median_spread(0)

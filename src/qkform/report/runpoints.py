@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+from qkform.form.null import median_spread
 from qkform.records import Row, values
 from qkform.report.reading import is_number
 from qkform.report.rows import text
@@ -90,7 +91,7 @@ def heads(run: Run, place: int, steps: Sequence[Mapping[str, Any]]) -> list[Row]
 
 
 def middles(runs: Sequence[Run]) -> list[Row]:
-    """A row per run and step: the median of the whole layers in every measure, and of where random weights lie."""
+    """A row per run and step: the median of the whole layers in every measure, and where that of random layers lies."""
     out = []
     for run in runs:
         for step in steps_drawn(run, len(runs)):
@@ -105,9 +106,20 @@ def middles(runs: Sequence[Run]) -> list[Row]:
                     "layer": None,
                     "module": None,
                 }
-                | {name: _median(rows, name) for name in (*MEASURES, "low", "high")}
+                | {name: _median(rows, name) for name in MEASURES}
+                | band_of_median(rows)
             )
     return out
+
+
+def band_of_median(rows: Sequence[Row]) -> dict[str, float | None]:
+    """{"low", "high"}: where the median of layers with random weights lies (mean +/- 2 std), as if all had one band."""
+    bands = [(row["low"], row["high"]) for row in rows if row["low"] is not None and row["high"] is not None]
+    if not bands:
+        return {"low": None, "high": None}
+    middle = median(low + high for low, high in bands) / 2
+    reach = median(high - low for low, high in bands) / 2 * median_spread(len(bands))
+    return {"low": number(middle - reach), "high": number(middle + reach)}
 
 
 def conflicts(runs: Sequence[Run]) -> list[Row]:

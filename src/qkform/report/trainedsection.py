@@ -181,6 +181,7 @@ def line(name: str, kind: str, run: Run) -> dict[str, str]:
     unigram = next((e.get("unigram") for e in run.record.events if e["event"] == "data"), None)
     unigram = runpoints.number(unigram)
     lows, highs = values(layers, "low"), values(layers, "high")
+    middle = runpoints.band_of_median(layers)
     return {
         "name": name,
         "kind": kind + (f", seed {run.seed}" if run.seed is not None else ""),
@@ -188,6 +189,11 @@ def line(name: str, kind: str, run: Run) -> dict[str, str]:
         "held_out": "–" if held_out is None else f"{held_out:.2f}",
         "unigram": "–" if unigram is None else f"{unigram:.2f}",
         "symmetry": f"{median(found):+.3f}" if found else "–",
-        "range": f"{min(found):+.3f} to {max(found):+.3f}" if found else "–",
-        "random": f"{min(lows):+.3f} to {max(highs):+.3f}" if lows and highs else "–",
+        "range": _span(min(found, default=None), max(found, default=None)),
+        "random": _span(min(lows, default=None), max(highs, default=None)),
+        "random_median": _span(middle["low"], middle["high"]),
     }
+
+
+def _span(low: float | None, high: float | None) -> str:
+    return "–" if low is None or high is None else f"{low:+.3f} to {high:+.3f}"
