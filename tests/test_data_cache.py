@@ -288,6 +288,12 @@ def test_too_little_text_is_said(tmp_path, cache, tokenizer):
         data.prepare(corpus, tokenizer, 64, cache=cache)
     with pytest.raises(DataError, match=r"a\.txt: \d tokens held out, fewer than one sequence of 4"):
         data.prepare(corpus, tokenizer, 4, cache=cache)
+    (tmp_path / "b.txt").write_bytes(b"union\n\xff\n")
+    skipping = data.corpus(tmp_path / "b.txt", cache=cache, on_error="skip")
+    with pytest.raises(
+        DataError, match=r"of 64 \(1 left out: not UTF-8 \(1\); the first: .*b\.txt:2: not UTF-8\)"
+    ):
+        data.prepare(skipping, tokenizer, 64, cache=cache)
     nothing = data.prepare(corpus, tokenizer, 4, held_out=0, cache=cache)
     assert len(nothing.held_out) == 0
     assert nothing.info["held_out_unigram"] is None

@@ -86,6 +86,27 @@ def test_a_folder_is_its_texts_sorted_by_path_hidden_ones_aside(here):
     assert documents([here / "b.txt", here / "a"]) == ["b.txt", "a/b/c.txt", "a/z.txt"]
 
 
+def test_a_linked_folder_belongs_to_its_folder_once_and_a_ring_of_links_ends(here, tmp_path):
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / "b.txt").write_text("two")
+    (here / "a.txt").write_text("one")
+    (here / "linked").symlink_to(elsewhere)
+    (here / "again").symlink_to(elsewhere)
+    (elsewhere / "round").symlink_to(here)
+    assert documents(here) == ["one", "two"]
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_refused_and_not_waited_for(here):
+    (here / "a.txt").write_text("one")
+    os.mkfifo(here / "b.txt")
+    for source in (here, here / "b.txt"):
+        with pytest.raises(DataError, match=r"b\.txt: a pipe, socket or device.*write the text to a file"):
+            documents(source)
+    with pytest.raises(DataError, match=r"/dev/null: a pipe, socket or device"):
+        documents("/dev/null")
+
+
 def test_json_lines_give_the_field_of_each_line(here):
     rows = [{"text": "one\ntwo", "id": 1}, {"text": "drei € \U0001f600", "body": "other"}]
     (here / "a.jsonl").write_text("\n\n".join(json.dumps(row) for row in rows) + "\n\n")
@@ -250,6 +271,19 @@ def test_a_cache_that_cannot_be_written_does_not_matter_to_a_digest(here, tmp_pa
     monkeypatch.setattr(digesting, "SETTLED_SECONDS", -1.0)
     (tmp_path / "file").write_text("")
     assert digesting.digest(here / "a.txt", tmp_path / "file") == hashlib.sha256(b"one").hexdigest()
+
+
+def test_a_digest_that_cannot_be_kept_leaves_nothing_beside_it(here, tmp_path, monkeypatch):
+    (here / "a.txt").write_text("one")
+    monkeypatch.setattr(digesting, "SETTLED_SECONDS", -1.0)
+
+    def full(self, text, **_):
+        self.open("w").close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert digesting.digest(here / "a.txt", tmp_path / "cache") == hashlib.sha256(b"one").hexdigest()
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
 
 
 # ---- datasets

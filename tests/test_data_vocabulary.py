@@ -173,6 +173,16 @@ def test_what_is_no_tokenizer_is_said(texts, tmp_path, trained):
         data.tokenizer("trained", corpus, vocab_size=12, cache=tmp_path)
     with pytest.raises(DataError, match="vocab_size=5: at least 300"):
         data.tokenizer("trained", corpus, vocab_size=5, cache=tmp_path)
+    with pytest.raises(DataError, match="vocab_size='512': at least 300"):
+        data.tokenizer("trained", corpus, vocab_size="512", cache=tmp_path)
+    (tmp_path / "bad.txt").write_bytes(b"\xff\n\xfe\n")
+    skipping = data.corpus(tmp_path / "bad.txt", cache=tmp_path, on_error="skip")
+    with pytest.raises(
+        DataError,
+        match=r"no text to train a tokenizer on \(3 left out: not UTF-8 \(2\), no text in the file \(1\); "
+        r"the first: .*bad\.txt:1: not UTF-8\)",
+    ):
+        data.tokenizer("trained", skipping, vocab_size=300, cache=tmp_path)
     bare = transformers.PreTrainedTokenizerFast(tokenizer_object=trained.backend_tokenizer)
     with pytest.raises(DataError, match="neither eos_token nor sep_token"):
         separator_id(bare)

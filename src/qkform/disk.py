@@ -1,10 +1,12 @@
-"""What a disk is asked for beside reading and writing: to lock a file, and to keep what was written for good."""
+"""What a disk is asked for beside reading and writing: to lock a file, to keep what was written, to walk folders."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
@@ -42,3 +44,38 @@ def synced(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def take_place(aside: Path, target: Path) -> None:
+    """Rename a folder to `target` when everything in it is on the disk; what stood there goes when that is done.
+
+    A kill in between may leave the folder that stood there beside it, as NAME-old; the next call removes that.
+    """
+    for path in [*aside.rglob("*"), aside]:
+        synced(path)
+    old = aside.with_name(f"{aside.name}-old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    aside.rename(target)
+    synced(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def walked(top: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """(folder, folders in it, files in it), as `os.walk` has them, without hidden folders.
+
+    Links to folders are followed, each folder once and after all that is no link, so that it has its own name. A
+    folder that is cleared of its folders is not walked any deeper.
+    """
+    seen: set[str] = set()
+    waiting = [top]
+    for start in waiting:
+        for folder, inside, files in os.walk(start):
+            if (real := os.path.realpath(folder)) in seen:
+                inside.clear()
+                continue
+            seen.add(real)
+            inside[:] = sorted(name for name in inside if not name.startswith("."))
+            yield Path(folder), inside, files
+            waiting += [link for name in inside if (link := Path(folder, name)).is_symlink()]

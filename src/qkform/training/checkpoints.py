@@ -81,15 +81,7 @@ def written(folder: Path, name: str, facts: dict[str, Any] | None = None) -> Ite
             }
             text = json.dumps({**facts, "files": files}, indent=1)
             (aside / FACTS).write_text(text + "\n", encoding="utf-8")
-        for path in [*aside.rglob("*"), aside]:
-            disk.synced(path)
-        old = folder / f"{_ASIDE}old-{name}"
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            target.rename(old)
-        aside.rename(target)
-        disk.synced(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        disk.take_place(aside, target)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
         if (code := _full(error)) is not None:

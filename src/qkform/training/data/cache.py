@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -92,8 +93,10 @@ def _enough(tokens: Tokens, name: str, share: float) -> None:
     for part, count in (("to train on", "n_tokens"), ("held out", "held_out_tokens")):
         have = int(tokens.manifest[count])
         if have < tokens.seq_len and (part == "to train on" or share > 0):
+            skipped = Skipped(Counter(tokens.manifest["skipped"]), list(tokens.manifest["skipped_places"]))
+            said = f" ({skipped})" if skipped.counts else ""
             raise DataError(
-                f"{name}: {have} tokens {part}, fewer than one sequence of {tokens.seq_len}; "
+                f"{name}: {have} tokens {part}, fewer than one sequence of {tokens.seq_len}{said}; "
                 "use more text, shorter sequences, or another share of held-out text"
             )
 

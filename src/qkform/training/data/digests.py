@@ -37,6 +37,11 @@ def digest(path: Path, cache: Path) -> str:
         with contextlib.suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
             aside = place.with_name(f"{place.name}.{os.getpid()}")
-            aside.write_text(json.dumps({"path": str(path), "mark": mark, "sha256": found}), encoding="utf-8")
-            aside.replace(place)
+            try:
+                aside.write_text(
+                    json.dumps({"path": str(path), "mark": mark, "sha256": found}), encoding="utf-8"
+                )
+                aside.replace(place)
+            finally:  # on a full disk nothing is left of it
+                aside.unlink(missing_ok=True)
     return found

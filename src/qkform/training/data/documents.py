@@ -34,6 +34,13 @@ class Skipped:
         if len(self.places) < PLACES:
             self.places.append(f"{where}: {reason}")
 
+    def __str__(self) -> str:
+        """ "3 left out: not UTF-8 (2), an empty text (1); the first: a.txt:3: not UTF-8"; empty where none was."""
+        if not self.counts:
+            return ""
+        reasons = ", ".join(f"{reason} ({count:,})" for reason, count in self.counts.most_common())
+        return f"{self.counts.total():,} left out: {reasons}; the first: {self.places[0]}"
+
 
 class Corpus(Protocol):
     """A source of documents."""

