@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused_with_its_line(tmp_path, line, place, odd, 
     with pytest.raises(RecordError, match=rf"record\.jsonl, line {line}: .*{said}") as error:
         RunRecord.load(file)
     assert len(str(error.value)) < len(str(file)) + 300
-    runs = RunSet.read([tmp_path])
+    runs = RunSet.read([tmp_path], on_error="record")
     assert not runs.runs
     assert [each.message for each in runs.errors] == [str(error.value)]
 
@@ -175,8 +175,12 @@ def test_what_is_no_file_is_refused_and_the_runs_beside_it_are_shown(tmp_path):
             RunRecord.load(place)
         with pytest.raises(RecordError):
             RunWriter.new(place).close()
-        assert len(RunSet.read([place]).errors) == 1
-    runs = RunSet.read([tmp_path / "runs"])
+        assert len(RunSet.read([place], on_error="record").errors) == 1
+        with pytest.raises(RecordError):
+            RunSet.read([place])
+    with pytest.raises(RecordError, match="on_error"):
+        RunSet.read([], on_error="skip")
+    runs = RunSet.read([tmp_path / "runs"], on_error="record")
     assert [run.name for run in runs.runs] == ["b"]
     assert "is a folder" in runs.errors[0].message
 

@@ -61,6 +61,22 @@ def test_runs_are_named_by_what_differs_and_seeds_of_an_arm_stand_together(tmp_p
     assert orange[2] < orange[0]
 
 
+def test_runs_of_a_sweep_have_the_names_of_their_arms_and_are_told_apart_on_a_narrow_screen(tmp_path):
+    for arm, start in (("standard", "standard"), ("a-long-name-of-an-arm-of-matched-starts", "matched")):
+        for seed in (0, 1):
+            made.run(tmp_path / arm / f"seed-{seed}", steps=3, init=start, seed=seed)
+    runs = RunSet.read([tmp_path])
+    assert runs.arms == ["a-long-name-of-an-arm-of-matched-starts", "standard"]
+    assert [run.name for run in runs.runs][2:] == ["standard, seed 0", "standard, seed 1"]
+    for width in (60, 80, 120):
+        first = [line.split("  ")[0] for line in screen(runs, width).splitlines()[1:7]]
+        assert len(set(first)) == len(first), "no two names are cut to the same"
+        assert max(map(len, screen(runs, width).splitlines())) <= width
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "standard" / "seed-1").rename(tmp_path / "elsewhere" / "seed-1")
+    assert RunSet.read([tmp_path]).arms == ["init matched", "init standard"], "told by what differs"
+
+
 def test_seeds_alone_and_runs_without_an_experiment(tmp_path):
     for seed in (0, 1):
         made.run(tmp_path / "seeds" / f"s{seed}", seed=seed, steps=3)
@@ -109,7 +125,7 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path, one, capsys
     assert main(["runs", str(one), str(tmp_path / "empty"), str(broken), str(tmp_path / "gone"), "-q"]) == 2
     out, err = capsys.readouterr()
     assert "finished" in out
-    assert "empty holds no record.jsonl" in err
+    assert f"there is no record.jsonl in {tmp_path / 'empty'} or below" in err
     assert "broken.jsonl, line 4: step is 'x'" in err
     assert "gone" in err.splitlines()[-1]
     assert main(["runs"]) == 2
@@ -297,7 +313,9 @@ def test_the_page_has_the_facts(one, cache):
 
 def test_pages_of_little(tmp_path, one, cache):
     assert "No record was given" in page_html(RunSet(), cache_folder=cache)
-    assert "None of the records" in page_html(RunSet.read([tmp_path / "gone"]), cache_folder=cache)
+    assert "None of the records" in page_html(
+        RunSet.read([tmp_path / "gone"], on_error="record"), cache_folder=cache
+    )
     first = made.start(layers=2, heads=2)
     started = made.write(tmp_path / "started", first)
     assert "No step of this run was tracked yet" in page_html(RunSet.read([started]), cache_folder=cache)
@@ -376,7 +394,7 @@ def test_in_a_browser_hostile_runs_beside_each_other(tmp_path, browser, cache):
         said=HOSTILE,
         qk_lr_ratio=4.0,
     )
-    runs = RunSet.read([tmp_path / "runs", tmp_path / HOSTILE.replace("/", "|")])
+    runs = RunSet.read([tmp_path / "runs", tmp_path / HOSTILE.replace("/", "|")], on_error="record")
     runs = RunSet(runs.runs, runs.errors, flow=one_layer([1.0, 4.0]))
     path = write_page(runs, tmp_path / "page.html", cache_folder=cache)
     with pages.opened(browser, path, 390) as page:

@@ -7,6 +7,7 @@ from typing import Any
 
 from qkform.records import Row, values
 from qkform.report.reading import decimals
+from qkform.report.rows import shortened
 from qkform.report.runpoints import layers, number
 from qkform.report.runreading import spread
 from qkform.report.runset import Run, RunSet
@@ -119,9 +120,10 @@ def _run_columns(width: int, unicode: bool) -> list[Column]:
 
         return Column(title, "", cell)
 
-    room = max(14, min(48, width - 62))
+    room = max(14, min(48, width - (106 if width >= 120 else 50 if width >= 76 else 30)))
     columns = [
-        Column("run", "", lambda run: one_line(run.name, room), justify="left"),
+        # the middle of a long name goes: its end is the seed
+        Column("run", "", lambda run: shortened(one_line(run.name), room), justify="left"),
         Column("step", "", lambda run: f"{run.last['step']:,}" if run.last else "–"),
         loss("held_out", "held-out"),
     ]

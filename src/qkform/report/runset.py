@@ -7,15 +7,15 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from qkform.errors import RecordError
 from qkform.flows import FlowTable
 from qkform.records import Row, SourceFault, Table, plain_row
 from qkform.report.rows import distinct, text
 from qkform.report.runreading import thinned
-from qkform.runs import NAME, RunRecord
-from qkform.runs.experiments import NOT_OF_ARM, flat
+from qkform.runs import NAME, RunRecord, records_at
+from qkform.runs.experiments import NOT_OF_ARM, flat, swept_names
 from qkform.runs.lines import encoded
 
 SCHEMA = "qkform.runs/1"
@@ -137,40 +137,38 @@ class RunSet(Table):
         *,
         every_step: bool = False,
         flow: FlowTable | None = None,
+        on_error: Literal["raise", "record"] = "raise",
     ) -> RunSet:
         """The runs at these places: a record, the folder of a run, or a folder of such folders.
 
-        A place that cannot be read is in `errors`. Of a long run `MOST` tracked steps are read, evenly spread, first
-        and last among them, unless `every_step` is asked for.
+        RecordError for one that cannot be read; with `on_error="record"` it is in `errors`. Of a long run `MOST`
+        tracked steps are read, evenly spread, first and last among them, unless `every_step` is asked for.
         """
-        records, tracked, errors = [], [], []
+        if on_error not in ("raise", "record"):
+            raise RecordError(f"on_error is {on_error!r:.60}; it must be raise or record")
+        records, tracked = [], []
+        errors: list[SourceFault] = []
+
+        def fault(place: str | os.PathLike[str], error: RecordError) -> None:
+            if on_error == "raise":
+                raise error
+            errors.append(SourceFault(text(os.fspath(place)), text(error)))
+
         for path in paths:
             try:
-                places = found_at(Path(path))
+                places = records_at(path)
             except RecordError as error:
-                errors.append(SourceFault(text(os.fspath(path)), text(error)))
+                fault(path, error)
                 continue
             for place in places:
                 try:
                     record, count = thinned(place, None if every_step else MOST)
                 except RecordError as error:
-                    errors.append(SourceFault(text(os.fspath(place)), text(error)))
+                    fault(place, error)
                     continue
                 records.append((str(place.parent if place.name == NAME else place), record))
                 tracked.append(count)
         return cls.of(records, tracked, errors=errors, flow=flow, every_step=every_step)
-
-
-def found_at(path: Path) -> list[Path]:
-    """The records at a place: itself, the one in a folder, or those of the folders in it; RecordError for none."""
-    if not os.path.isdir(path):
-        return [path]
-    if os.path.lexists(path / NAME):
-        return [path / NAME]
-    found = sorted([*path.glob(f"*/{NAME}"), *path.glob(f"*/*/{NAME}")])
-    if not found:
-        raise RecordError(f"{path} holds no {NAME}, nor do the folders in it; name the folder of a run")
-    return found
 
 
 def options(experiment: Mapping[str, Any]) -> dict[str, str]:
@@ -193,27 +191,35 @@ def _named(runs: Sequence[Run]) -> list[Run]:
     folders = [Path(run.path) for run in runs]
     # a run without an experiment is an arm of its own
     keys = [tuple(sorted(one.items())) or (("", run.path),) for one, run in zip(given, runs, strict=True)]
-    differing = _differing([one for one in given if one])
-    words: dict[Any, str] = {}
-    for key, one, folder in zip(keys, given, folders, strict=True):
-        said = ", ".join(f"{name} {one[name]}" for name in differing if name in one)
-        # what is too long to tell apart at a glance, or is not said at all, is told by its folder
-        words.setdefault(
-            key, said if said and len(said) <= _LONGEST else _of_all(folder, keys.count(key) > 1)
-        )
-    labels = dict(zip(words, distinct(words.values()), strict=True))
+    seeds = [_seed(run) for run in runs]
+    arms: dict[Any, list[int]] = {}
+    for i, key in enumerate(keys):
+        arms.setdefault(key, []).append(i)
+    words = swept_names([[(folders[i], seeds[i]) for i in each] for each in arms.values()])
+    if words is None:
+        differing = _differing([one for one in given if one])
+        words = []
+        for first, *more in arms.values():
+            one = given[first]
+            said = ", ".join(f"{name} {one[name]}" for name in differing if name in one)
+            # what is too long to tell apart at a glance, or is not said at all, is told by its folder
+            words.append(said if said and len(said) <= _LONGEST else _of_all(folders[first], bool(more)))
+    labels = dict(zip(arms, distinct(words), strict=True))
     alone = len(labels) == 1
     out = []
-    for run, key, folder in zip(runs, keys, folders, strict=True):
-        seed = run.experiment.get("seed")
-        seed = seed if isinstance(seed, int) and not isinstance(seed, bool) else None
+    for run, key, folder, seed in zip(runs, keys, folders, seeds, strict=True):
         arm = labels[key]
-        many = keys.count(key) > 1
+        many = len(arms[key]) > 1
         name = (f"seed {seed}" if alone else f"{arm}, seed {seed}") if many and seed is not None else arm
         name = f"{arm}, {folder.name}" if many and seed is None else name
         out.append(replace(run, name=name, arm=arm, seed=seed))
     names = distinct(run.name for run in out)
     return [replace(run, name=name) for run, name in zip(out, names, strict=True)]
+
+
+def _seed(run: Run) -> int | None:
+    seed = run.experiment.get("seed")
+    return seed if isinstance(seed, int) and not isinstance(seed, bool) else None
 
 
 def _of_all(folder: Path, many: bool) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-# Fields that make no other arm of a run: they change nothing about what is trained, or only say where it goes.
-NOT_OF_ARM = frozenset({"seed", "track_every", "conflict", "save_every", "keep", "report_to", "out", "name"})
+# Fields that change nothing about what a run computes, its record included: a resumed run may have others.
+NOT_COMPUTED = frozenset({"save_every", "keep", "report_to"})
+# Fields that make no other arm: what is trained is the same, seed aside, or they only say where it goes.
+NOT_OF_ARM = NOT_COMPUTED | {"seed", "track_every", "conflict", "out", "name"}
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -18,3 +21,14 @@ def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             out[f"{prefix}{name}"] = value
     return out
+
+
+def swept_names(arms: Sequence[Sequence[tuple[Path, Any]]]) -> list[str] | None:
+    """The names that a sweep gave to its arms: (folder, seed) of the runs of each, which lie in NAME/seed-N.
+
+    None where a run lies otherwise, the runs of an arm lie in two folders, or two arms would have one name.
+    """
+    around = [{folder.absolute().parent for folder, _ in runs} for runs in arms]
+    names = [one.name for folders in around for one in folders]
+    lying = all(folder.name == f"seed-{seed}" for runs in arms for folder, seed in runs)
+    return names if lying and all(names) and len(set(names)) == len(names) == len(arms) else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qkform.errors import RecordError
-from qkform.runs.experiments import NOT_OF_ARM
+from qkform.runs.experiments import NOT_OF_ARM, swept_names
 from qkform.training.gathering import Run, differing
 
 # Interventions, each with the values that stand for none. How self scores start matters to decoupled attention alone.
@@ -147,11 +147,8 @@ def _shapes_apart(arm: Arm, baseline: Arm) -> str | None:
 
 def _names(arms: Sequence[Arm]) -> list[str]:
     """The folder that holds the runs of an arm, and of no other, where every arm has one; else what tells it apart."""
-    if len(arms) > 1 or _of_a_sweep(arms[0]):
-        folders = [{run.path.absolute().parent for run in arm.runs} for arm in arms]
-        names = [next(iter(one)).name for one in folders if len(one) == 1]
-        if len(names) == len(arms) == len(set(names)) and all(map(_of_a_sweep, arms)):
-            return names
+    if swept := swept_names([[(run.path, run.seed) for run in arm.runs] for arm in arms]):
+        return swept
     names = ["" for _ in arms]
     for field_name in sorted(_varying(arms), key=lambda one: one not in INTERVENTIONS):
         if len(set(names)) == len(arms):
@@ -167,10 +164,6 @@ def _names(arms: Sequence[Arm]) -> list[str]:
         name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})"
         for i, name in enumerate(names)
     ]
-
-
-def _of_a_sweep(arm: Arm) -> bool:
-    return all(run.path.name == f"seed-{run.seed}" for run in arm.runs)
 
 
 def _varying(arms: Sequence[Arm]) -> list[str]:

@@ -10,8 +10,9 @@ from pathlib import Path
 from qkform import disk
 from qkform.errors import ExperimentError, RecordError, TrainingError
 from qkform.runs import RunRecord, RunWriter
+from qkform.runs.experiments import NOT_COMPUTED
 from qkform.training.checkpoints import Checkpoint, checkpoints, newest
-from qkform.training.experiment import NOT_COMPUTED, Experiment
+from qkform.training.experiment import Experiment
 
 EXPERIMENT = "experiment.yaml"
 RECORD = "record.jsonl"
@@ -72,7 +73,7 @@ def claim(folder: Path, experiment: Experiment, resume: bool) -> Checkpoint | No
         said = "; ".join(f"{name}: {old[name]!r} there, {new[name]!r} asked for" for name in names[:3])
         raise ExperimentError(
             f"{said}{' ...' if names[3:] else ''}: {folder} holds another experiment; go on with what it began with "
-            f"(only {', '.join(NOT_COMPUTED)} may change), or begin in another folder"
+            f"(only {', '.join(sorted(NOT_COMPUTED))} may change), or begin in another folder"
         )
     if not _has_begun(folder):
         return None  # it was killed before its first checkpoint

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qkform.errors import RecordError
-from qkform.runs import NAME, RunRecord
+from qkform.runs import NAME, RunRecord, records_at
 from qkform.runs.experiments import flat
 
 FINISHED = ("finished", "stop_at_loss")  # reasons in the `end` event of a run that did what it was asked
@@ -31,8 +32,17 @@ class Run:
     @property
     def text(self) -> str | None:
         """The key of the tokens that it trained on: of text, tokenizer and held-out share; None where it has none."""
-        keys = [event.get("key") for event in self.record.events if event.get("event") == "data"]
-        return keys[-1] if keys and isinstance(keys[-1], str) and keys[-1] else None
+        key = self._of_data("key")
+        return key if isinstance(key, str) and key else None
+
+    @property
+    def unigram(self) -> float | None:
+        """The loss of its held-out tokens if each were guessed by its frequency, nats; None where it is not told."""
+        found = self._of_data("unigram")
+        return found if isinstance(found, float) and math.isfinite(found) else None
+
+    def _of_data(self, name: str) -> Any:
+        return next((e.get(name) for e in reversed(self.record.events) if e.get("event") == "data"), None)
 
     @property
     def ending(self) -> str | None:
@@ -45,25 +55,16 @@ class Run:
 
 
 def find(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """The folders that hold a record, under each path or the path itself, each once, in order.
+    """The folders that hold a record, under each path or the path itself, each once, in order (`records_at`).
 
-    Hidden folders are not looked into, nor are the folders of a run. Symbolic links are followed, once each and after
-    all that is no link, so that a run has the name of its own folder. Raises RecordError where a path is not there, or
-    holds no run.
+    RecordError where a path is not there, or holds no run.
     """
     found: dict[Path, Path] = {}
-    for path in map(Path, paths):
-        if path.is_file() and path.name == NAME:
-            path = path.parent
-        if not path.is_dir():
-            raise RecordError(f"{path} is not there; name a run folder, or a folder of run folders")
-        here = list(_under(path))
-        if not here:
-            raise RecordError(
-                f"there is no {NAME} in {path} or below; name a run folder, or a folder of them"
-            )
-        for folder in here:
-            found.setdefault(folder.resolve(), folder)
+    for path in paths:
+        for record in records_at(path):
+            if record.name != NAME:
+                raise RecordError(f"{record} is no {NAME}; name a run folder, or a folder of run folders")
+            found.setdefault(record.parent.resolve(), record.parent)
     return list(found.values())
 
 
@@ -77,19 +78,3 @@ def load(folder: Path) -> Run:
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """The names of flat fields in which two experiments differ; one that is absent counts as null."""
     return [name for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
-
-
-def _under(path: Path) -> Iterator[Path]:
-    seen: set[str] = set()
-    waiting = [path]
-    for top in waiting:
-        for folder, inside, files in os.walk(top):
-            if (real := os.path.realpath(folder)) in seen:
-                inside.clear()
-                continue
-            seen.add(real)
-            if NAME in files:
-                inside.clear()
-                yield Path(folder)
-            inside[:] = sorted(name for name in inside if not name.startswith("."))
-            waiting += [link for name in inside if (link := Path(folder, name)).is_symlink()]
