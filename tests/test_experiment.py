@@ -162,6 +162,21 @@ def test_experiments_cannot_be_changed():
         Experiment(config={"a": 1}).config["a"] = 2
 
 
+def test_what_was_not_given_follows_a_new_preset_and_objective():
+    given = Experiment(lr=1e-3, seed=4, config={"hidden_dropout_prob": 0.1})
+    other = given.replace(objective="clm", batch_size=32)
+    assert other == Experiment(
+        lr=1e-3, seed=4, config={"hidden_dropout_prob": 0.1}, objective="clm", batch_size=32
+    )
+    assert (other.model, other.lr) == ("modernbert-decoder", 1e-3)
+    mini = other.replace(preset="mini")
+    assert (mini.model, mini.vocabulary, mini.lr, mini.batch_size) == ("bert", 8192, 1e-3, 32)
+    sent = pickle.loads(pickle.dumps(given))  # noqa: S301
+    assert sent.replace(objective="clm").model == "modernbert-decoder"
+    with pytest.raises(ExperimentError, match="did you mean objective"):
+        given.replace(objectiv="clm")
+
+
 def test_an_experiment_goes_where_values_go():
     one = Experiment(config={"a": {"b": [1, {"c": None}]}})
     through = pickle.loads(pickle.dumps(one))  # noqa: S301

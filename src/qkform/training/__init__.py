@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from qkform.lazy import member
 
 if TYPE_CHECKING:
+    from qkform.training import data as data
     from qkform.training.comparing import compare as compare
     from qkform.training.experiment import Experiment as Experiment
     from qkform.training.grid import Grid as Grid
@@ -28,6 +29,7 @@ _HOME: dict[str, str] = {  # public name -> module
     "Finished": "qkform.training.running",
     "Grid": "qkform.training.grid",
     "compare": "qkform.training.comparing",
+    "data": "qkform.training.data",
     "ray_sweep": "qkform.training.on_ray",
     "sweep": "qkform.training.sweeping",
     "Progress": "qkform.training.watch",
