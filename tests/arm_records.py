@@ -58,6 +58,7 @@ def write_run(
     loss: dict[int, float | None] | None = None,
     end: str | None = "finished",
     start: dict[str, Any] | None = None,
+    unigram: float | None = None,
     **experiment: Any,
 ) -> Path:
     """A run folder; over the steps symmetry rises to `symmetry` and normalised entropy falls to `sharp`, linearly."""
@@ -76,6 +77,8 @@ def write_run(
             **(start or {}),
         }
     ]
+    if unigram is not None:
+        lines.append({"event": "data", "key": "k" * 64, "unigram": unigram})
     for step, value in held_out.items():
         done = step / last if last else 1.0
         rows = [_layer(i, symmetry * done * (i + 1) / 2, 1 - (1 - sharp) * done) for i in range(len(LAYERS))]
@@ -87,7 +90,7 @@ def write_run(
                 "tokens": step * 4096,
                 "rates": {"0": 1e-3},
                 "layers": rows,
-                "seconds": step * 0.5,
+                "seconds": 3.0 + step * 0.5,  # from the beginning of the process, as trackers count
                 "tracker_seconds": step * 0.001,
                 "tokens_per_second": 8192.0,
             }

@@ -93,7 +93,7 @@ def test_values_at_one_loss_are_interpolated_between_tracked_steps(runs):
         step = above + 10 * share
         assert row(table, "at_loss", "step", 0)[name] == pytest.approx(step)
         assert row(table, "at_loss", "tokens", 0)[name] == pytest.approx(step * 4096)
-        assert row(table, "at_loss", "seconds", 0)[name] == pytest.approx(step * 0.5)
+        assert row(table, "at_loss", "seconds", 0)[name] == pytest.approx(3 + step * 0.5)
         symmetry = {"arm_value": 0.3, "baseline_value": 0.1}[name]
         assert row(table, "at_loss", "symmetry", 0)[name] == pytest.approx(symmetry * step / 100)
 
@@ -160,6 +160,31 @@ def test_the_published_rule_prints_everything_for_never():
     )  # not below; the notebook's idxmax gives place 0: 100 %
     noisy = [5.0, 4.0, 2.9, 3.2, 3.0]
     assert reach.published_speed_up(noisy, noisy[-1]) == pytest.approx(0.6)  # the baseline against itself
+
+
+def test_a_loss_that_is_reached_before_the_first_step_took_no_time(tmp_path):
+    for seed in range(3):
+        write_run(tmp_path / "standard" / f"seed-{seed}", falling(SLOW), seed=seed)
+        write_run(tmp_path / "matched" / f"seed-{seed}", falling(FAST, top=5.0), seed=seed, init="matched")
+    table = compare([tmp_path], at_loss=5.2)
+    for clock in ("step", "tokens", "seconds"):
+        found = row(table, "at_loss", clock)
+        assert found["arm_value"] == 0
+        assert found["baseline_value"] > 0
+        assert found["speed_up"] is None
+        assert "takes no time" in found["reason"]
+
+
+def test_runs_that_never_left_the_plateau_are_named(runs):
+    flat = falling(FAST, 5.45)
+    for seed in range(2):
+        write_run(runs / "stuck" / f"seed-{seed}", flat, seed=seed, init="skew", unigram=5.6)
+    write_run(runs / "left" / "seed-0", falling(FAST, 5.2), seed=0, init="indefinite", unigram=5.6)
+    (said,) = [note for note in compare([runs], baseline="standard").notes if "plateau" in note]
+    assert said.startswith(
+        f"{runs / 'stuck' / 'seed-0'}, {runs / 'stuck' / 'seed-1'} never left the unigram plateau"
+    )
+    assert not [note for note in compare([runs / "standard", runs / "matched"]).notes if "plateau" in note]
 
 
 def test_fewer_than_three_seeds_have_no_interval(runs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -79,6 +80,18 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(table, width):
     assert "\x1b" not in text
     assert ("each seed" in text) == (width == 160)
     assert "not paired, since data differs" in text
+
+
+def test_what_is_true_of_every_measure_is_said_once_and_no_column_is_empty(runs, cache):
+    two = compare([runs / arm / f"seed-{seed}" for arm in ("standard", "matched") for seed in range(2)])
+    text = printed(two, 80)
+    assert "\nno interval: 2 seeds, and 3 are the least\n" in text.replace(" \n", "\n")
+    assert "interval" not in text.replace("no interval", "")
+    html = page_html(two, cache_folder=cache)
+    specs = re.findall(r'<script type="application/json">(.*?)</script>', html, re.DOTALL)
+    assert not [
+        spec for spec in specs if '"low:Q"' in spec or '"field": "low"' in spec or '"field":"low"' in spec
+    ]
 
 
 def test_large_counts_fit_too(tmp_path):

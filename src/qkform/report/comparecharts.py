@@ -128,10 +128,8 @@ def differences(
         color=_colour(colours, legend=False),
     )
     told = [("arm", "arm", None), ("moment", "", None), ("value", title, "+.4~f" if not ratio else ".4~g")]
-    ends = [
-        ("low", "from", "+.4~f" if not ratio else ".4~g"),
-        ("high", "to", "+.4~f" if not ratio else ".4~g"),
-    ]
+    ranged = any(row["low"] is not None for row in points)  # two seeds have no intervals
+    ends = [(name, word, told[2][2]) for name, word in (("low", "from"), ("high", "to")) if ranged]
     mean = base.transform_filter("datum.seed === null")
     each = base.transform_filter("datum.seed !== null")
     shapes = alt.Shape(
@@ -139,15 +137,14 @@ def differences(
         scale=alt.Scale(domain=moments, range=[MOMENT_SHAPES[name] for name in moments]),
         legend=alt.Legend(title=None, orient="top", symbolFillColor=INK, symbolStrokeColor=INK),
     )
+    intervals = mean.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=2.2)
     zero = alt.Chart(alt.InlineData(values=[{"at": 1 if ratio else 0}]))
     parts = [
         zero.mark_rule(color=UNDEFINED).encode(x="at:Q"),
         each.mark_tick(thickness=1.5, size=9, opacity=0.55).encode(
             x=across, tooltip=tooltip([*told[:2], ("seed", "seed", None), told[2]])
         ),
-        mean.transform_filter("isValid(datum.low)")
-        .mark_rule(strokeWidth=2.2)
-        .encode(x=alt.X("low:Q"), x2="high:Q"),
+        *([intervals.encode(x=alt.X("low:Q"), x2="high:Q")] if ranged else []),
         mean.mark_point(filled=True, size=80, opacity=1).encode(
             x=across, shape=shapes, tooltip=tooltip([*told, *ends])
         ),

@@ -108,10 +108,10 @@ def _columns(rows: Sequence[Row], width: int) -> list[Column]:
             "",
             lambda row: words.difference(row["measure"], row["difference"]),
         ),
-        Column(
-            "\n".join(wrap(words.interval_name(rows), 14)), "", words.interval
-        ),  # no wider than its numbers
     ]
+    if any(is_number(row["low"]) for row in rows):  # two seeds have no interval
+        heading = "\n".join(wrap(words.interval_name(rows), 14))  # no wider than its numbers
+        columns.append(Column(heading, "", words.interval))
     if any(is_number(row["speed_up"]) for row in rows):
         wide = width >= 100
         columns.append(

@@ -68,6 +68,7 @@ class CompareSection:
                 "title": text(words.moment(at, self._table.settings)),
                 "lines": self._lines(pair["rows"], at),
                 "interval": text(words.interval_name(row for row in pair["rows"] if row["at"] == at)),
+                "ranged": any(row["low"] is not None for row in pair["rows"] if row["at"] == at),
                 "remarks": [text(one) for one in words.remarks(pair["rows"], at)],
             }
             for at in dict.fromkeys(row["at"] for row in pair["rows"])

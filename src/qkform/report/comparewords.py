@@ -136,12 +136,17 @@ def never(row: Row) -> str:
 
 
 def remarks(rows: Iterable[Row], at: str) -> list[str]:
-    """Why values of means are missing, each reason once, with the measures that it is about in front."""
+    """Why values of means are missing, each reason once, with the measures that it is about in front unless all are."""
     found: dict[str, list[str]] = {}
-    for row in rows:
-        if row["at"] == at and row["seed"] is None and row["reason"]:
-            found.setdefault(str(row["reason"]), []).append(NAMES.get(row["measure"], str(row["measure"])))
-    return [f"{', '.join(names)}: {reason}" for reason, names in found.items()]
+    means = [row for row in rows if row["at"] == at and row["seed"] is None]
+    for row in means:
+        for reason in str(row["reason"] or "").split("; "):
+            if reason:
+                found.setdefault(reason, []).append(NAMES.get(row["measure"], str(row["measure"])))
+    return [
+        reason if len(names) == len(means) else f"{', '.join(names)}: {reason}"
+        for reason, names in found.items()
+    ]
 
 
 def interval_name(rows: Iterable[Row]) -> str:

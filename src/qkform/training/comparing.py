@@ -40,6 +40,13 @@ class _Told:
     def held_out(self) -> bool:
         return any(value is not None for value in self.curve.smoothed)
 
+    @property
+    def on_plateau(self) -> bool:
+        """Whether it never left the unigram plateau; False where its record does not say."""
+        losses = [value for value in self.curve.values["held_out"] if value is not None]
+        unigram = self.run.unigram
+        return bool(losses) and unigram is not None and reach.on_plateau(min(losses), unigram)
+
 
 def compare(
     paths: Iterable[str | os.PathLike[str]],
@@ -69,6 +76,7 @@ def compare(
     arms = arms_of(runs)
     chosen = baseline_of(arms, baseline)
     told = {run.path: _tell(run, window, notes) for run in runs}
+    notes += _plateau_words([one for one in told.values() if one.on_plateau])
     loss = at_loss if at_loss is not None else _shared_loss(arms, chosen, told)
     if not any(one.held_out for one in told.values()):
         notes.append(
@@ -145,6 +153,18 @@ def _tell(run: Run, window: int, notes: list[str]) -> _Told:
     if not told.held_out:
         notes.append(f"{run.path}: its record has no held-out loss")
     return told
+
+
+def _plateau_words(told: Sequence[_Told]) -> list[str]:
+    """One note on the runs that learnt frequencies and nothing else; none where there are none."""
+    if not told:
+        return []
+    listed = ", ".join(str(one.run.path) for one in told[:4])
+    more = f" and {len(told) - 4} more" if len(told) > 4 else ""
+    return [
+        f"{listed}{more} never left the unigram plateau: attention had learnt nothing yet, and what the form became "
+        "says little about language"
+    ]
 
 
 def _shared_loss(arms: Sequence[Arm], baseline: Arm, told: Mapping[Any, _Told]) -> float | None:
@@ -266,6 +286,8 @@ def _value(at: str, measure: str, told: _Told, baseline: _Told, loss: float | No
     reached = curve.first_reach(target)
     if reached is None:
         return Value(None, f"never reaches {target:.4g} in its {told.run.last_step} steps", never=True)
+    if measure in CLOCKS and reached["step"] == 0:
+        return Value(0.0)  # the seconds before the first step are those of the setting up
     value = reached[measure]
     return Value(value, None if value is not None else f"{measure} is not defined there")
 

@@ -11,6 +11,7 @@ from typing import Any
 from qkform.comparisons import CLOCKS, MEASURES
 
 WINDOW = 3  # tracked steps
+PLATEAU = 0.35  # nats below the unigram entropy down to which a small model knows frequencies and nothing of context
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ class Curve:
         assert low is not None
         share = (high - loss) / (high - low)
         return {name: _mixed(column[above], column[below], share) for name, column in self.values.items()}
+
+
+def on_plateau(lowest: float, unigram: float) -> bool:
+    """Whether a run whose lowest held-out loss is `lowest` never left the plateau at the unigram entropy, both nats."""
+    return lowest > unigram - PLATEAU
 
 
 def smoothed_by(values: Sequence[float | None], window: int) -> list[float | None]:

@@ -14,14 +14,12 @@ from qkform.errors import ExperimentError, MissingExtra, QKFormError
 from qkform.training import checkpoints, folder
 from qkform.training.checkpoints import Checkpoint
 from qkform.training.experiment import Experiment
+from qkform.training.reach import PLATEAU, on_plateau
 from qkform.training.saving import load_weights_, save_model
 
 if TYPE_CHECKING:
     from qkform.training.watch import Progress
 
-PLATEAU = (
-    0.35  # nats around the unigram entropy in which a model has learnt frequencies and nothing of context
-)
 Say = Callable[[str], None]
 
 
@@ -32,7 +30,7 @@ class Finished:
     reason     "finished", or "stop_at_loss"
     held_out   last held-out loss, nats
     unigram    loss of the held-out tokens if each were guessed by its frequency in training, nats
-    plateau    the held-out loss was never below unigram - 0.35 nats: attention had nothing to learn from yet
+    plateau    the held-out loss was never below unigram - PLATEAU nats: attention had nothing to learn from yet
     """
 
     folder: Path
@@ -265,7 +263,7 @@ def _save(model: Any, tokenizer: Any, out: Path) -> None:
 
 
 def _finished(out: Path, step: int, reason: str, facts: Any, unigram: float, tell: Say) -> Finished:
-    plateau = facts["best"] is None or facts["best"] > unigram - PLATEAU
+    plateau = facts["best"] is None or on_plateau(facts["best"], unigram)
     if plateau:
         tell(
             f"warning: this run never left the unigram plateau: its lowest held-out loss, {facts['best']:.3f} nats, is "
