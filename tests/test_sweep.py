@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -116,6 +117,14 @@ def test_workers_and_threads_are_what_was_asked_for(desk):
     share = sweeps.surroundings({"A": "b"}, 2, None)
     assert share == {"A": "b", "OMP_NUM_THREADS": "2"}
     assert sweeps.cores() >= 1
+
+
+def test_a_long_run_is_told_of_on_the_way(desk, monkeypatch):
+    monkeypatch.setattr(sweeps.jobs, "TOLD_SECONDS", 0.05)
+    desk.sweep(seeds=[0], arms={"standard": {}}, environment={"STUB_PAUSE": "0.3"})
+    on_the_way = desk.said[1:-1]
+    assert on_the_way == sorted(set(on_the_way)), "each step once, in order"
+    assert re.fullmatch(r"standard/seed-0: step [1-4] of 4, held-out loss 4\.\d{3}", on_the_way[-1])
 
 
 def test_a_run_that_fails_is_tried_again_from_where_it_was(desk):
@@ -290,7 +299,7 @@ def test_a_listing_starts_nothing(desk, tmp_path, capsys):
 
 
 def test_the_command_trains_and_tells(desk, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys.modules["qkform.cli.sweep"], "COMMAND", STUB)  # the name is the command's
+    monkeypatch.setattr(sweeps, "COMMAND", STUB)
     monkeypatch.setenv("STUB_FAIL", "matched/seed-0=9")
     (tmp_path / "grid.yaml").write_text(
         yaml.safe_dump({"base": BASE, "arms": ARMS, "seeds": [0]}, sort_keys=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
+from qkform.cli.flags import Quiet
 from qkform.cli.output import print_lines, put, say
 
 if TYPE_CHECKING:
     from qkform.training.job import Outcome
 
 SCHEMA = "qkform.sweep/1"
-COMMAND = (sys.executable, "-m", "qkform", "train")  # EXPERIMENT.yaml --out FOLDER [--resume] follows
 _cluster = Group("Cluster", sort_key=2)
 
 
@@ -32,7 +31,7 @@ def sweep(
     retries: int = 1,
     list_: Annotated[bool, Parameter(name="--list", negative="")] = False,
     format: Literal["human", "json"] = "human",
-    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")] = False,
+    quiet: Quiet = False,
     ray: Annotated[str | None, Parameter(group=_cluster)] = None,
     gpus: Annotated[float, Parameter(group=_cluster)] = 0,
 ) -> int:
@@ -60,8 +59,6 @@ def sweep(
         Print the runs and where each stands, and start nothing.
     format
         What goes to stdout: a table to read, or one JSON document.
-    quiet
-        No lines on stderr when a run begins or ends.
     ray
         Run on the Ray cluster at this address (auto: the one this machine belongs to; local: one of its own). OUT is
         a folder that all nodes see.
@@ -98,7 +95,6 @@ def sweep(
             threads=threads,
             devices=names,
             retries=retries,
-            command=COMMAND,
             say=quietly,
         )
     if format == "json":

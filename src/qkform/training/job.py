@@ -22,6 +22,7 @@ from qkform.training.grid import Planned
 
 EXPERIMENT, MODEL = "experiment.yaml", "model"
 GRACE_SECONDS = 120  # that a run has to save a checkpoint when it is asked to stop
+TOLD_SECONDS = 60.0  # from one word on how far a run is to the next
 _LOOK_SECONDS = 0.1
 _LAST_LINES, _LAST_BYTES = 5, 4096
 State = Literal["new", "begun", "finished"]  # of a listing also "running"
@@ -164,7 +165,7 @@ def execute(
                 return outcome(job, "interrupted", attempts=attempts, message=message or None)
             attempts += 1
             say(f"{job.name}: {_doing(job)}" + (f", attempt {attempts}" if attempts > 1 else ""))
-            code, stopped = _run(job, command, environment, handle, stop)
+            code, stopped = _run(job, command, environment, handle, stop, say)
             message = f"it ended with {_code_words(code)}{_lacking(job, code)}{_last_lines(job.log)}"
             if state(job) != "finished" and not stopped:
                 say(f"{job.name}: {message.splitlines()[0]}; its log is {job.log}")
@@ -178,7 +179,7 @@ def _doing(job: Job) -> str:
 
 
 def _run(
-    job: Job, command: Sequence[str], environment: Mapping[str, str], handle: int, stop: Stop
+    job: Job, command: Sequence[str], environment: Mapping[str, str], handle: int, stop: Stop, say: Say
 ) -> tuple[int, bool]:
     """Exit code of one process, and whether it was asked to stop."""
     text = job.yaml
@@ -198,15 +199,31 @@ def _run(
             pass_fds=(handle,) if handle >= 0 else (),  # it holds the lock as long as the process lives
             start_new_session=True,  # Ctrl-C in the terminal is ours to pass on
         )
+    told, words = time.monotonic(), _how_far(job)
     try:
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(_LOOK_SECONDS), False
             if stop():
                 return _ended(process, stop), True
+            if time.monotonic() - told >= TOLD_SECONDS:
+                told, before, words = time.monotonic(), words, _how_far(job)
+                if words != before:
+                    say(f"{job.name}: {words}")
     except BaseException:
         _ended(process, stop)
         raise
+
+
+def _how_far(job: Job) -> str:
+    """ "step 300 of 1,000, held-out loss 4.210", as the record has it; empty where it has no step."""
+    record = _record(job)
+    if record is None or not record.steps:
+        return ""
+    last = record.steps[-1]
+    held_out = last.get("held_out")
+    loss = f", held-out loss {held_out:.3f}" if isinstance(held_out, float) else ""
+    return f"step {last['step']:,} of {_experiment(job).steps:,}{loss}"
 
 
 def _ended(process: subprocess.Popen[bytes], stop: Stop) -> int:

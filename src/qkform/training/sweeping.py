@@ -56,7 +56,7 @@ def sweep(
     threads: int | None = None,
     devices: Sequence[str] = (),
     retries: int = 1,
-    command: Sequence[str] = COMMAND,
+    command: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
     say: Say = lambda _: None,
 ) -> list[Outcome]:
@@ -65,7 +65,8 @@ def sweep(
     threads      of each run; cores divided by workers unless given (a run that is resumed with others is not exact)
     devices      values of CUDA_VISIBLE_DEVICES, handed to the workers in turn
     retries      how often a run that fails is tried again, from its newest checkpoint
-    command      what trains a run: it is given EXPERIMENT.yaml --out FOLDER and, where the run has begun, --resume
+    command      what trains a run, `COMMAND` unless given: it gets EXPERIMENT.yaml --out FOLDER and, where the run has
+                 begun, --resume
     environment  of the processes; this one's unless given
     say          called with a line for a person when a run begins, ends or fails
 
@@ -90,7 +91,7 @@ def sweep(
                 return told(
                     jobs.execute(
                         job,
-                        command,
+                        command or COMMAND,
                         environment=surroundings(environment, share, device),
                         retries=retries,
                         stop=lambda: stop.level,
