@@ -38,12 +38,12 @@ def forward(
     q, k, v = dense(q), dense(k), dense(v)
     mask = ready(mask, q, self_score, causal, start, k.shape[2])
     lse = _self_scores(self_score, q, k, mask, scale, start)
-    own = by_group(v[:, :, start : start + n], groups)
+    own = by_key(_cut(v, (start, start + n)), q.shape[1])
     out, done = None, 0  # rows before `done` hold a value
     for part in parts(q, k, mask, causal, start) if lse.numel() else ():
         o, other = _fused(q, k, v, part, scale)
         a, b = part.rows
-        before = lse[..., a:b]
+        before = _cut(lse, part.rows)
         share = other - before  # log of the odds of this part
         if part.closable:
             share.masked_fill_(other == -math.inf, -math.inf)
@@ -52,9 +52,10 @@ def forward(
             out = o if b - a == n else torch.empty_like(q)
         split = by_group(out, groups)
         base = own if a >= done else split
-        _join(base[..., a:b, :], by_group(o, groups), by_group(share, groups), split[..., a:b, :])
+        _join(_rows(base, a, b), by_group(o, groups), by_group(share, groups), _rows(split, a, b))
         if a >= done:
-            split[..., done:a, :] = own[..., done:a, :]
+            if done < a:
+                split[..., done:a, :] = own[..., done:a, :]
             done = b
     out = torch.empty_like(q) if out is None else out
     if done < n:
@@ -84,7 +85,7 @@ def backward(
     grad, q, k, v = dense(grad), dense(q), dense(k), dense(v)
     mask = ready(mask, q, self_score, causal, start, k.shape[2])
     p = torch.exp(_self_scores(self_score, q, k, mask, scale, start) - lse)
-    own = v[:, :, start : start + n]
+    own = _cut(v, (start, start + n))
     grad_self = (scale * p * _slopes(grad, own, out)).to(self_score.dtype)
     kernel = KERNELS[q.device.type]
     totals: list[Tensor | None] = [None, None, None]
@@ -108,7 +109,7 @@ def backward(
     gq, gk, gv = (
         empty_as_gradient(x).zero_() if g is None else g for g, x in zip(totals, (q, k, v), strict=True)
     )
-    _add_self(gv[:, :, start : start + n], p, grad)
+    _add_self(_cut(gv, (start, start + n)), p, grad)
     return gq, gk, gv, grad_self
 
 
@@ -140,6 +141,11 @@ def _keys(x: Tensor, part: Part) -> Tensor:
     return x.flip(2) if part.reverse else x
 
 
+def _rows(x: Tensor, a: int, b: int) -> Tensor:
+    """The tokens a to b of x (..., N, D); x itself where these are all."""
+    return x if a == 0 and b == x.shape[-2] else x[..., a:b, :]
+
+
 def _cut(x: Tensor, place: tuple[int, int]) -> Tensor:
     """The tokens of x (B, H, N, ...) from the first number to the second; x itself where these are all."""
     return x if place == (0, x.shape[2]) else x[:, :, slice(*place)]
@@ -157,15 +163,19 @@ def _self_scores(
 
 def _slopes(grad: Tensor, own: Tensor, out: Tensor) -> Tensor:
     """grad . (v_self - out) of each row, (B, H, N): a few sequences at a time, so that what is in between is small."""
+    sequences = grad.shape[0]
+    together = max(1, TOGETHER * sequences // max(1, grad.numel()))
+    if together >= sequences:
+        return _slopes_at_once(grad, own, out)
+    cuts = (slice(b, b + together) for b in range(0, sequences, together))
+    return torch.cat([_slopes_at_once(grad[some], own[some], out[some]) for some in cuts])
+
+
+def _slopes_at_once(grad: Tensor, own: Tensor, out: Tensor) -> Tensor:
     wide, groups = score_type(grad), own.shape[1]
-    slopes = grad.new_empty(grad.shape[:-1], dtype=wide)
-    together = max(1, TOGETHER // max(1, grad[:1].numel()))
-    for b in range(0, grad.shape[0], together):
-        some = slice(b, b + together)
-        steps = own[some, :, None].to(wide) - by_group(out[some], groups)  # float16 would overflow
-        steps *= by_group(grad[some], groups)
-        torch.sum(steps, -1, dtype=wide, out=by_group(slopes[some], groups))
-    return slopes
+    steps = by_key(own, grad.shape[1]).to(wide) - by_group(out, groups)  # float16 would overflow
+    steps *= by_group(grad, groups)
+    return steps.sum(-1, dtype=wide).reshape(grad.shape[:-1])
 
 
 def _add_self(gv: Tensor, p: Tensor, grad: Tensor) -> None:
@@ -198,8 +208,13 @@ def empty_as_gradient(x: Tensor) -> Tensor:
 
 
 def by_group(x: Tensor, groups: int) -> Tensor:
-    """(B, H, ...) as (B, groups, H // groups, ...): the queries of one key together."""
-    return x.unsqueeze(2) if x.shape[1] == groups else x.unflatten(1, (groups, -1))
+    """(B, H, ...) as (B, groups, H // groups, ...): the queries of one key together; or x, where each has its own."""
+    return x if x.shape[1] == groups else x.unflatten(1, (groups, -1))
+
+
+def by_key(x: Tensor, heads: int) -> Tensor:
+    """(B, groups, ...) to stand beside what `by_group` makes of so many heads: (B, groups, 1, ...), or as it is."""
+    return x if x.shape[1] == heads else x.unsqueeze(2)
 
 
 def dense(x: Tensor) -> Tensor:
