@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from cyclopts import Group, Parameter
 
+from qkform.cli.flags import Quiet
 from qkform.cli.output import put, say
 from qkform.cli.progress import Line
 from qkform.errors import ExperimentError, QKFormError
@@ -57,7 +58,7 @@ def train(
     *,
     out: Path | None = None,
     resume: Annotated[bool, Parameter(negative="")] = False,
-    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")] = False,
+    quiet: Quiet = False,
     asked: Asked = _NONE,
 ) -> int:
     """Train a model on real text and record what its attention's form becomes.
@@ -74,13 +75,13 @@ def train(
         Folder of the run: new, or empty. Of a file NAME.yaml it is runs/NAME unless given.
     resume
         Go on from the newest checkpoint in OUT, with the experiment that is there.
-    quiet
-        No progress and no notes on stderr; errors and warnings stay.
     """
+    from qkform.training.folder import EXPERIMENT
+
     given = _given(asked)
     folder = _folder(file, out)
     if resume and file is None:
-        file = folder / "experiment.yaml"
+        file = folder / EXPERIMENT
         if not file.is_file():
             raise ExperimentError(f"{folder} holds no run to go on with: there is no {file.name} in it")
     experiment = Experiment.load(file, **given) if file is not None else Experiment.from_dict(given)
@@ -143,11 +144,13 @@ def _pair(text: str) -> tuple[str, Any]:
 
 
 def _folder(file: Path | None, out: Path | None) -> Path:
+    from qkform.training.folder import EXPERIMENT, RECORD
+
     if out is not None:
         return out
     if file is None:
         raise ExperimentError("give --out, the folder of the run, for example --out runs/first")
-    if (file.parent / "record.jsonl").exists():  # the file is that of a run
+    if file.name == EXPERIMENT and (file.parent / RECORD).exists():  # the file is that of a run
         return file.parent
     return Path("runs") / file.stem
 

@@ -171,11 +171,11 @@ class _Tokens:
 
     def __call__(self, sentence: Sentence) -> _Line:
         ids, words = self._spelt(sentence.words)
-        verb = self._only(ids, words, sentence.verb, sentence.correct)
+        verb = self._only(words, sentence.verb, sentence.correct)
         other = list(sentence.words)
         other[sentence.verb] = sentence.wrong
         ids_other, words_other = self._spelt(other)
-        wrong = ids_other[self._only(ids_other, words_other, sentence.verb, sentence.wrong)]
+        wrong = ids_other[self._only(words_other, sentence.verb, sentence.wrong)]
         if wrong == ids[verb]:
             raise DynamicsError(
                 f"{sentence.correct!r} and {sentence.wrong!r} are the same token to this tokenizer"
@@ -200,7 +200,7 @@ class _Tokens:
         return list(found["input_ids"]), of
 
     @staticmethod
-    def _only(ids: list[int], words: list[int | None], at: int, verb: str) -> int:
+    def _only(words: list[int | None], at: int, verb: str) -> int:
         """The one token of a verb."""
         found = [i for i, word in enumerate(words) if word == at]
         if len(found) != 1:
