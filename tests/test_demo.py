@@ -144,6 +144,11 @@ def test_trainings_come_onto_the_page_over_the_recorded_ones(scanned, monkeypatc
                 median(r["symmetry"] for r in layers if r["step"] == step), abs=1e-4
             )
         assert all(row["low"] < row["high"] for row in layers)
+        bands = {(row["low"], row["high"]) for row in rows if row["low"] is not None}
+        assert {row["kind"] for row in rows if row["low"] is None} == {"median layer (thick)"}
+        assert bands == {(row["low"], row["high"]) for row in layers}, (
+            "of a layer, also beside recorded medians"
+        )
 
 
 def test_without_recorded_runs_the_page_says_where_they_are(scanned, monkeypatch, capsys):

@@ -15,7 +15,7 @@ from qkform.records import Row, SourceFault, Table, plain_row
 from qkform.report.rows import distinct, text
 from qkform.report.runreading import thinned
 from qkform.runs import NAME, RunRecord, records_at
-from qkform.runs.experiments import NOT_OF_ARM, flat, swept_names
+from qkform.runs.experiments import NOT_OF_ARM, flat, swept_names, telling
 from qkform.runs.lines import encoded
 
 SCHEMA = "qkform.runs/1"
@@ -197,11 +197,12 @@ def _named(runs: Sequence[Run]) -> list[Run]:
         arms.setdefault(key, []).append(i)
     words = swept_names([[(folders[i], seeds[i]) for i in each] for each in arms.values()])
     if words is None:
-        differing = _differing([one for one in given if one])
+        known = [given[first] for first, *_ in arms.values() if given[first]]
+        told = telling(known, dict.fromkeys(name for one in known for name in one))
         words = []
         for first, *more in arms.values():
             one = given[first]
-            said = ", ".join(f"{name} {one[name]}" for name in differing if name in one)
+            said = ", ".join(f"{name} {one[name]}" for name in told if name in one)
             # what is too long to tell apart at a glance, or is not said at all, is told by its folder
             words.append(said if said and len(said) <= _LONGEST else _of_all(folders[first], bool(more)))
     labels = dict(zip(arms, distinct(words), strict=True))
@@ -226,12 +227,6 @@ def _of_all(folder: Path, many: bool) -> str:
     """The name of a run's folder; of many runs, or in a folder that is named for its seed, of the folder around it."""
     around = many or folder.name.startswith("seed-")
     return (folder.parent.name if around else "") or folder.name or str(folder)
-
-
-def _differing(given: Sequence[Mapping[str, str]]) -> list[str]:
-    """The names whose values are not the same in all."""
-    names = dict.fromkeys(name for one in given for name in one)
-    return [name for name in names if len({one.get(name) for one in given}) > 1]
 
 
 def _ends(record: RunRecord, *, every: bool) -> RunRecord:

@@ -108,21 +108,36 @@ class TrainedSection:
 
 
 def points(made: Sequence[Run], recorded: Sequence[Run]) -> list[Row]:
-    """{"step", "curve", "kind", "symmetry", "low", "high"}: layers and median of what was made, medians behind."""
+    """{"step", "curve", "kind", "symmetry", "low", "high"}: layers and median of what was made, medians behind.
+
+    low and high are where a layer with random weights lies, beside medians too: the chart has one band.
+    """
     rows: list[Row] = []
     for run in made:
         steps = runpoints.steps_drawn(run, len(run.record.start["layers"]))
         of_layers = runpoints.layers(run, steps)
-        rows += [_point(row, f"layer {row['layer']}", _LAYERS) for row in of_layers]
-        rows += [_point(row, "median", _MIDDLE) for row in runpoints.middles([run])]
+        rows += [_point(row, f"layer {row['layer']}", _LAYERS, row) for row in of_layers]
+        rows += [_point(row, "median", _MIDDLE, {}) for row in runpoints.middles([run])]
     for i, run in enumerate(recorded):
         seed = i if run.seed is None else run.seed
-        rows += [_point(row, f"recorded, seed {seed}", _RECORDED) for row in runpoints.middles([run])]
+        bands = {step["step"]: _widest(runpoints.layers(run, [step])) for step in run.record.steps}
+        rows += [
+            _point(row, f"recorded, seed {seed}", _RECORDED, bands[row["step"]])
+            for row in runpoints.middles([run])
+        ]
     return rows
 
 
-def _point(row: Row, curve: str, kind: str) -> Row:
-    return {"curve": curve, "kind": kind} | {name: row[name] for name in ("step", "symmetry", "low", "high")}
+def _point(row: Row, curve: str, kind: str, band: Row) -> Row:
+    point = {"curve": curve, "kind": kind} | {name: row[name] for name in ("step", "symmetry")}
+    return point | {name: band.get(name) for name in ("low", "high")}
+
+
+def _widest(layers: Sequence[Row]) -> Row:
+    return {
+        "low": min(values(layers, "low"), default=None),
+        "high": max(values(layers, "high"), default=None),
+    }
 
 
 def over_steps(
@@ -180,7 +195,7 @@ def line(name: str, kind: str, run: Run) -> dict[str, str]:
     held_out = runpoints.number(last.get("held_out"))
     unigram = next((e.get("unigram") for e in run.record.events if e["event"] == "data"), None)
     unigram = runpoints.number(unigram)
-    lows, highs = values(layers, "low"), values(layers, "high")
+    widest = _widest(layers)
     middle = runpoints.band_of_median(layers)
     return {
         "name": name,
@@ -190,7 +205,7 @@ def line(name: str, kind: str, run: Run) -> dict[str, str]:
         "unigram": "–" if unigram is None else f"{unigram:.2f}",
         "symmetry": f"{median(found):+.3f}" if found else "–",
         "range": _span(min(found, default=None), max(found, default=None)),
-        "random": _span(min(lows, default=None), max(highs, default=None)),
+        "random": _span(widest["low"], widest["high"]),
         "random_median": _span(middle["low"], middle["high"]),
     }
 

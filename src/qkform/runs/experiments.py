@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,20 @@ def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             out[f"{prefix}{name}"] = value
     return out
+
+
+def telling(arms: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[str]:
+    """Of these fields those that tell arms apart, in order: one that only follows what is said already says nothing."""
+    chosen: list[str] = []
+    apart = 1
+    for name in names:
+        if apart == len(arms):
+            break
+        found = len({tuple(repr(arm.get(one)) for one in (*chosen, name)) for arm in arms})
+        if found > apart:
+            chosen.append(name)
+            apart = found
+    return chosen
 
 
 def swept_names(arms: Sequence[Sequence[tuple[Path, Any]]]) -> list[str] | None:

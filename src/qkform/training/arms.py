@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qkform.errors import RecordError
-from qkform.runs.experiments import NOT_OF_ARM, swept_names
+from qkform.runs.experiments import NOT_OF_ARM, swept_names, telling
 from qkform.training.gathering import Run, differing
 
 # Interventions, each with the values that stand for none. How self scores start matters to decoupled attention alone.
@@ -149,16 +149,9 @@ def _names(arms: Sequence[Arm]) -> list[str]:
     """The folder that holds the runs of an arm, and of no other, where every arm has one; else what tells it apart."""
     if swept := swept_names([[(run.path, run.seed) for run in arm.runs] for arm in arms]):
         return swept
-    names = ["" for _ in arms]
-    for field_name in sorted(_varying(arms), key=lambda one: one not in INTERVENTIONS):
-        if len(set(names)) == len(arms):
-            break
-        longer = [
-            f"{name}, {_last(field_name)}={_value(arm.of(field_name))}".removeprefix(", ")
-            for name, arm in zip(names, arms, strict=True)
-        ]
-        if len(set(longer)) > len(set(names)):  # one that only follows what is said already says nothing
-            names = longer
+    varying = sorted(_varying(arms), key=lambda one: one not in INTERVENTIONS)
+    told = telling([{name: arm.of(name) for name in varying} for arm in arms], varying)
+    names = [", ".join(f"{_last(name)}={_value(arm.of(name))}" for name in told) for arm in arms]
     names = [name or "runs" for name in names]
     return [
         name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})"
