@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
@@ -15,28 +16,7 @@ import qkform
 from qkform import targets
 from qkform.cli.compare import compare
 from qkform.cli.demo import demo, samples
-from qkform.cli.flags import (
-    FORM,
-    HUB,
-    SCORES,
-    Bias,
-    Download,
-    FoldNorm,
-    Format,
-    Gamma,
-    HeadDim,
-    Heads,
-    Html,
-    KeyName,
-    KvHeads,
-    Out,
-    Plots,
-    QkNorm,
-    QueryName,
-    Quiet,
-    Token,
-    Transposed,
-)
+from qkform.cli.flags import FORM, HUB, SCORES, Reading, Shown
 from qkform.cli.output import fail, plain, print_table, say, stand_in_streams, write
 from qkform.cli.runs import runs
 from qkform.cli.scanning import fetch_sample, scan_all, scan_progress
@@ -68,26 +48,11 @@ app.command(runs)
 @app.command
 def scan(
     *sources: str,
-    format: Format = "human",
-    out: Out = (),
-    html: Html = None,
-    plots: Plots = None,
-    quiet: Quiet = False,
-    gamma: Gamma = 2.0,
+    shown: Shown = Shown(),
+    reading: Reading = Reading(),
     signature: Annotated[Literal["auto", "all", "none"], Parameter(group=SCORES)] = "auto",
-    heads: Heads = None,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = None,
-    q: QueryName = None,
-    k: KeyName = None,
-    transposed: Transposed = False,
-    fold_norm: FoldNorm = False,
-    bias: Bias = False,
-    qk_norm: QkNorm = False,
     offset: Annotated[str | None, Parameter(group=FORM, allow_leading_hyphen=True)] = None,
     revision: Annotated[str | None, Parameter(group=HUB)] = None,
-    token: Token = None,
-    download: Download = False,
 ) -> int:
     """Score every layer and head of one or more checkpoints.
 
@@ -112,30 +77,19 @@ def scan(
     if not sources:
         return fail("name at least one source, for example: qkform scan sample:minilm")
     options = Options(
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        q=q,
-        k=k,
-        transposed=transposed,
-        gamma=gamma,
+        **asdict(reading),
         signature=signature,
         revision=[one.strip() for one in (revision or "").split(",") if one.strip()],
-        token=token,
-        download=download,
-        fold_norm=fold_norm,
-        bias=bias,
-        qk_norm=qk_norm,
         offset=_distances(offset),
     )
-    targets.check(sources, out, html, plots)
-    table, faults = scan_all(sources, options, quiet=quiet)
+    targets.check(sources, shown.out, shown.html, shown.plots)
+    table, faults = scan_all(sources, options, quiet=shown.quiet)
     if table.models:  # files first: a reader that closes our stdout does not cost them
-        write(table, out, html, plots, quiet)
+        write(table, shown.out, shown.html, shown.plots, shown.quiet)
     _warn(table)
     for error in table.errors:
         say(f"error: {error.message}")
-    print_table(table, format)
+    print_table(table, shown.format)
     return 1 if faults else 2 if table.errors else 0
 
 
@@ -145,26 +99,11 @@ def diff(
     b: str,
     /,
     *,
-    format: Format = "human",
-    out: Out = (),
-    html: Html = None,
-    plots: Plots = None,
-    quiet: Quiet = False,
-    gamma: Gamma = 2.0,
-    heads: Heads = None,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = None,
-    q: QueryName = None,
-    k: KeyName = None,
-    transposed: Transposed = False,
-    fold_norm: FoldNorm = False,
-    bias: Bias = False,
-    qk_norm: QkNorm = False,
+    shown: Shown = Shown(),
+    reading: Reading = Reading(),
     offset: Annotated[int | None, Parameter(group=FORM, allow_leading_hyphen=True)] = None,
     revision_a: Annotated[str | None, Parameter(group=HUB)] = None,
     revision_b: Annotated[str | None, Parameter(group=HUB)] = None,
-    token: Token = None,
-    download: Download = False,
 ) -> int:
     """How every layer and head changed from one checkpoint to another of the same architecture.
 
@@ -186,33 +125,22 @@ def diff(
     """
     from qkform.differ import diff as compared
 
-    targets.check((a, b), out, html, plots)
+    targets.check((a, b), shown.out, shown.html, shown.plots)
     for source in (a, b):
-        fetch_sample(source, quiet)
-    with scan_progress(quiet) as progress:
+        fetch_sample(source, shown.quiet)
+    with scan_progress(shown.quiet) as progress:
         table = compared(
             a,
             b,
             progress=progress,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            q=q,
-            k=k,
-            transposed=transposed,
-            gamma=gamma,
+            **asdict(reading),
             revision_a=revision_a,
             revision_b=revision_b,
-            token=token,
-            download=download,
-            fold_norm=fold_norm,
-            bias=bias,
-            qk_norm=qk_norm,
             offset=offset,
         )
-    write(table, out, html, plots, quiet)
+    write(table, shown.out, shown.html, shown.plots, shown.quiet)
     _warn_diff(table)
-    print_table(table, format)
+    print_table(table, shown.format)
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qkform import targets
-from qkform.cli.flags import Format, Html, Out, Plots, Quiet
+from qkform.cli.flags import Shown
 from qkform.cli.output import fail, print_table, say, write
 
 
@@ -14,11 +14,7 @@ def compare(
     at_loss: float | None = None,
     baseline: str | None = None,
     window: int = 3,
-    format: Format = "human",
-    out: Out = (),
-    html: Html = None,
-    plots: Plots = None,
-    quiet: Quiet = False,
+    shown: Shown = Shown(),
 ) -> int:
     """Compare trained arms with a baseline, seed by seed: loss, time to loss, symmetry, sharpness, with intervals.
 
@@ -42,11 +38,11 @@ def compare(
 
     if not paths:
         return fail("name at least one folder of runs, for example: qkform compare runs/")
-    targets.check([str(path) for path in paths], out, html, plots)
+    targets.check([str(path) for path in paths], shown.out, shown.html, shown.plots)
     table = compared(paths, at_loss=at_loss, baseline=baseline, window=window)
-    write(table, out, html, plots, quiet)
-    if not quiet and format != "human":
+    write(table, shown.out, shown.html, shown.plots, shown.quiet)
+    if not shown.quiet and shown.format != "human":
         for note in table.notes:
             say(f"note: {note}")
-    print_table(table, format)
+    print_table(table, shown.format)
     return 0

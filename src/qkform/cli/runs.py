@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from qkform import targets
-from qkform.cli.flags import Format, Html, Out, Plots, Quiet
+from qkform.cli.flags import Shown
 from qkform.cli.output import fail, print_table, say, write
 
 if TYPE_CHECKING:
@@ -21,12 +21,8 @@ LOSS = 0.1  # of the one-layer model, at which its training ends
 
 def runs(
     *folders: str,
-    format: Format = "human",
-    out: Out = (),
-    html: Html = None,
-    plots: Plots = None,
+    shown: Shown = Shown(),
     every_step: Annotated[bool, Parameter(negative="")] = False,
-    quiet: Quiet = False,
 ) -> int:
     """What training did to the form: the records of one or more runs, finished or still going on.
 
@@ -41,16 +37,16 @@ def runs(
 
     if not folders:
         return fail("name the folder of a run, or its record.jsonl, for example: qkform runs runs/a")
-    targets.check(folders, out, html, plots)
+    targets.check(folders, shown.out, shown.html, shown.plots)
     found = RunSet.read(folders, every_step=every_step, on_error="record")
     if found.runs:
-        if html is not None or plots is not None:
-            found = _with_model(found, quiet)
-        write(found, out, html, plots, quiet)
+        if shown.html is not None or shown.plots is not None:
+            found = _with_model(found, shown.quiet)
+        write(found, shown.out, shown.html, shown.plots, shown.quiet)
     for error in found.errors:
         say(f"error: {error.message}")
-    if found.runs or format != "human":
-        print_table(found, format)
+    if found.runs or shown.format != "human":
+        print_table(found, shown.format)
     return 2 if found.errors else 0
 
 

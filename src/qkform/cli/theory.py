@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Group, Parameter
 
 from qkform import targets
-from qkform.cli.flags import Format, Html, Out, Plots, Quiet
+from qkform.cli.flags import Shown
 from qkform.cli.output import print_table, say, write
 from qkform.errors import ConfigError
 
@@ -97,17 +97,7 @@ class Asked:
         )
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class Shown:
-    """What becomes of the answer."""
-
-    simulate: Annotated[bool, Parameter(help="Integrate the full matrices too.")] = True
-    format: Format = "human"
-    out: Out = ()
-    html: Html = None
-    plots: Plots = None
-    quiet: Quiet = False
+Simulate = Annotated[bool, Parameter(help="Integrate the full matrices too.")]
 
 
 @theory.command(name="one-layer")
@@ -116,6 +106,7 @@ def one_layer(
     ratios: str = "1/16,1/4,1,4,16",
     loss: float = 0.1,
     asked: Asked = Asked(),
+    simulate: Simulate = True,
     shown: Shown = Shown(),
 ) -> int:
     """How sharp attention is when a loss is reached, for several ratios of learning rates.
@@ -130,7 +121,9 @@ def one_layer(
         The loss at which training stops.
     """
     targets.check((), shown.out, shown.html, shown.plots)
-    return _answered(asked.flow(), [_number("--ratios", part) for part in ratios.split(",")], loss, shown)
+    return _answered(
+        asked.flow(), [_number("--ratios", part) for part in ratios.split(",")], loss, shown, simulate
+    )
 
 
 @theory.command
@@ -139,6 +132,7 @@ def design(
     sharpness: float,
     loss: float = 0.1,
     asked: Asked = Asked(),
+    simulate: Simulate = True,
     shown: Shown = Shown(),
 ) -> int:
     """The ratio of learning rates at which attention is this sharp when the loss is reached.
@@ -154,14 +148,14 @@ def design(
     """
     targets.check((), shown.out, shown.html, shown.plots)
     flow = asked.flow()
-    return _answered(flow, [flow.ratio_for(sharpness, loss)], loss, shown)
+    return _answered(flow, [flow.ratio_for(sharpness, loss)], loss, shown, simulate)
 
 
-def _answered(flow: Flow, ratios: Sequence[float], loss: float, shown: Shown) -> int:
+def _answered(flow: Flow, ratios: Sequence[float], loss: float, shown: Shown, simulate: bool) -> int:
     endless = flow.task.common == math.inf
-    table = flow.table(ratios, loss, simulated=shown.simulate and not endless)
+    table = flow.table(ratios, loss, simulated=simulate and not endless)
     write(table, shown.out, shown.html, shown.plots, shown.quiet)
-    if not shown.quiet and shown.simulate and endless:
+    if not shown.quiet and simulate and endless:
         say("note: endless common tokens have closed forms alone; nothing is simulated")
     if not shown.quiet and not flow.exact:
         say(
