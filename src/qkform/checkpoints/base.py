@@ -50,6 +50,15 @@ CODES = {  # what quantised weights and their scales are stored as, in safetenso
 }
 
 
+def check_floats(name: str, info: TensorInfo, known: str = "F64, F32, F16 and BF16") -> None:
+    """CheckpointError for a tensor that is not stored as plain numbers; `known` are those that its format has."""
+    if info.dtype not in FLOATS:
+        raise CheckpointError(
+            f"tensor {name!r} in {info.file} is stored as {info.dtype}; Q and K are read from {known} (quantised codes "
+            "mean nothing without their scales)"
+        )
+
+
 def as_floats(raw: NDArray[np.uint8], info: TensorInfo) -> NDArray[Any]:
     """Bytes as the array of a plain floating type that they store; `info.dtype` is one of `FLOATS`."""
     return _viewed(raw, info, FLOATS[info.dtype])

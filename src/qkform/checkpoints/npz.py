@@ -18,7 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkform.checkpoints.archive import data_offset, members
-from qkform.checkpoints.base import CODES, FLOATS, ByteReader, Local, TensorInfo, as_codes, opening
+from qkform.checkpoints.base import (
+    CODES,
+    FLOATS,
+    ByteReader,
+    Local,
+    TensorInfo,
+    as_codes,
+    check_floats,
+    opening,
+)
 from qkform.errors import CheckpointError
 
 MAX_HEADER_BYTES = 2**16  # what numpy writes is below 200 bytes
@@ -92,11 +101,7 @@ class NpzCheckpoint(Local):
         return self._reader.bytes_read
 
     def read(self, name: str, rows: int | None = None) -> NDArray[Any]:
-        if self.tensors[name].dtype not in FLOATS:
-            raise CheckpointError(
-                f"tensor {name!r} in {self._path} is stored as {self.tensors[name].dtype}; Q and K are read from "
-                "F64, F32 and F16 (numpy has no BF16, quantised codes mean nothing without their scales)"
-            )
+        check_floats(name, self.tensors[name], "F64, F32 and F16")
         return self.stored(name, rows)
 
     def stored(self, name: str, rows: int | None = None) -> NDArray[Any]:

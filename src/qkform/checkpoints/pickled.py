@@ -22,7 +22,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkform.checkpoints.archive import members
-from qkform.checkpoints.base import CODES, FLOATS, ByteReader, Local, TensorInfo, opening, refuse_pointer
+from qkform.checkpoints.base import (
+    CODES,
+    FLOATS,
+    ByteReader,
+    Local,
+    TensorInfo,
+    check_floats,
+    opening,
+    refuse_pointer,
+)
 from qkform.checkpoints.opcodes import Asks, Pickle, Unsafe
 from qkform.checkpoints.safetensors import united
 from qkform.errors import CheckpointError, MissingExtra, SourceError
@@ -90,11 +99,7 @@ class PickledCheckpoint(Local):
         return self._reader.bytes_read
 
     def read(self, name: str, rows: int | None = None) -> NDArray[Any]:
-        if self.tensors[name].dtype not in FLOATS:
-            raise CheckpointError(
-                f"tensor {name!r} in {self.tensors[name].file} is stored as {self.tensors[name].dtype}; Q and K "
-                "are read from F64, F32, F16 and BF16 (quantised codes mean nothing without their scales)"
-            )
+        check_floats(name, self.tensors[name])
         return self.stored(name, rows)
 
     def stored(self, name: str, rows: int | None = None) -> NDArray[Any]:

@@ -26,6 +26,7 @@ from qkform.checkpoints.base import (
     TensorInfo,
     as_codes,
     as_floats,
+    check_floats,
     opening,
     read_json,
     refuse_pointer,
@@ -85,11 +86,7 @@ class SafetensorsCheckpoint(Local):
 
     def read(self, name: str, rows: int | None = None) -> NDArray[Any]:
         info = self.tensors[name].head(rows)
-        if info.dtype not in FLOATS:
-            raise CheckpointError(
-                f"tensor {name!r} in {info.file} is stored as {info.dtype}; Q and K are read from "
-                "F64, F32, F16 and BF16 (quantised codes mean nothing without their scales)"
-            )
+        check_floats(name, info)
         return as_floats(self._reader.read(info.file, info.offset, info.nbytes), info)
 
     def stored(self, name: str, rows: int | None = None) -> NDArray[Any]:
