@@ -39,7 +39,11 @@ class Bare:
     def __init__(self, experiment: Experiment, model: Any, batches: Any) -> None:
         self.experiment, self.model, self.batches = experiment, model, batches
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=experiment.lr, betas=experiment.betas, weight_decay=experiment.weight_decay
+            model.parameters(),
+            lr=experiment.lr,
+            betas=experiment.betas,
+            weight_decay=experiment.weight_decay,
+            fused=True,
         )
 
     def step(self, batch: Any) -> float:

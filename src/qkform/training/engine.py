@@ -100,9 +100,11 @@ class Engine(Trainer):
                 self.model, lr=e.lr, qk_lr_ratio=e.qk_lr_ratio, weight_decay=e.weight_decay
             )
             if e.optimizer == "adamw":
-                self.optimizer = torch.optim.AdamW(
-                    groups, lr=e.lr, betas=(e.betas[0], e.betas[1]), eps=e.eps, fused=True
-                )  # a kernel per update: of small models on a CPU a fortieth of a step
+                # Fused: of small models on a CPU a fortieth of a step. Not with a loss scale: the kernel itself passes
+                # over an update that overflowed, and Accelerate would let the schedule go on.
+                fused = e.precision != "fp16"
+                betas = e.betas[0], e.betas[1]
+                self.optimizer = torch.optim.AdamW(groups, lr=e.lr, betas=betas, eps=e.eps, fused=fused)
             else:
                 self.optimizer = torch.optim.SGD(groups, lr=e.lr, momentum=e.momentum)
         return self.optimizer
