@@ -33,7 +33,8 @@ def compare_screen(table: CompareTable, *, width: int, unicode: bool) -> Iterato
         yield from _pair(table, pair, width=width, unicode=unicode)
     if table.pairs:
         yield Text(
-            "difference: arm - baseline, mean over pairs of one seed; * p at most 0.05, of all choices of their signs. "
+            "difference: arm - baseline, mean over pairs of one seed; * p at most 0.05, of all choices of their signs "
+            "(none where the baseline's own last loss is the mark: that favours arms that reach it). "
             "times faster: from the baseline's own first reach, so that the baseline against itself is 1. "
             "The published rule counts from the last step instead; beside the arm's stands what it gives the baseline "
             "against itself. "
