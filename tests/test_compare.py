@@ -12,7 +12,7 @@ import pytest
 
 from qkform.comparisons import CLOCKS, MEASURES, PAIR_COLUMNS, PUBLISHED, CompareTable
 from qkform.errors import RecordError
-from qkform.training import pairing, reach
+from qkform.training import arms, gathering, pairing, reach
 from qkform.training.comparing import compare
 from tests.arm_records import falling, write_run
 
@@ -93,7 +93,7 @@ def test_values_at_one_loss_are_interpolated_between_tracked_steps(runs):
         step = above + 10 * share
         assert row(table, "at_loss", "step", 0)[name] == pytest.approx(step)
         assert row(table, "at_loss", "tokens", 0)[name] == pytest.approx(step * 4096)
-        assert row(table, "at_loss", "seconds", 0)[name] == pytest.approx(3 + step * 0.5)
+        assert row(table, "at_loss", "seconds", 0)[name] == pytest.approx(step * 0.5)  # from step 0
         symmetry = {"arm_value": 0.3, "baseline_value": 0.1}[name]
         assert row(table, "at_loss", "symmetry", 0)[name] == pytest.approx(symmetry * step / 100)
 
@@ -147,9 +147,34 @@ def test_never_is_never_a_number(runs):
         assert (mean["arm_value"], mean["difference"], mean["arm_never"], mean["n"]) == (None, None, 1, 1)
         assert "never gets there in 1 of 2 seeds" in mean["reason"]
     matched = row(table, "at_loss", "symmetry", None, "slow")
-    assert matched["n"] == 1
-    assert matched["difference"] is not None
+    assert (matched["n"], matched["difference"]) == (1, None)
     assert "never gets there in 1 of 2 seeds" in matched["reason"]
+
+
+def test_what_the_baseline_decides_has_no_star(tmp_path):
+    for seed in range(7):
+        write_run(tmp_path / "standard" / f"seed-{seed}", falling(SLOW, 3 + seed / 50), seed=seed)
+        write_run(
+            tmp_path / "matched" / f"seed-{seed}", falling(FAST, 2.9 + seed / 50), seed=seed, init="matched"
+        )
+    table = compare([tmp_path], at_loss=4.0)
+    assert row(table, "at_loss", "step")["p"] == 2 / 2**7
+    found = row(table, "to_baseline", "step")
+    assert found["difference"] < 0
+    assert found["low"] is not None
+    assert found["p"] is None
+
+
+def test_no_measure_has_a_mean_over_the_seeds_that_get_there(tmp_path):
+    for seed in range(3):
+        write_run(tmp_path / "standard" / f"seed-{seed}", falling(SLOW), seed=seed)
+        floor = 3.0 if seed else 4.5
+        write_run(tmp_path / "matched" / f"seed-{seed}", falling(FAST, floor), seed=seed, init="matched")
+    table = compare([tmp_path], at_loss=4.0)
+    for measure in ("step", "symmetry", "normalised_entropy"):
+        found = row(table, "at_loss", measure)
+        assert (found["n"], found["difference"], found["low"], found["p"]) == (2, None, None, None)
+        assert "the arm never gets there in 1 of 3 seeds" in found["reason"]
 
 
 def test_the_published_rule_prints_everything_for_never():
@@ -173,6 +198,24 @@ def test_a_loss_that_is_reached_before_the_first_step_took_no_time(tmp_path):
         assert found["baseline_value"] > 0
         assert found["speed_up"] is None
         assert "takes no time" in found["reason"]
+
+
+def test_the_plateau_of_text_that_is_easily_guessed_is_lower():
+    assert reach.on_plateau(5.3, 5.6)
+    assert not reach.on_plateau(5.2, 5.6)
+    assert not reach.on_plateau(0.001, 0.3)
+    assert reach.on_plateau(0.29, 0.3)
+    assert not reach.on_plateau(1.1, math.log(4))
+
+
+def test_arms_are_named_by_values_that_can_be_told_apart_as_they_are_printed(tmp_path):
+    for arm, lr, steps in (("a", 0.12345671, 100), ("b", 0.12345674, 200)):
+        for seed in range(2):
+            write_run(
+                tmp_path / arm / f"run-{seed}", falling(FAST, steps=steps), seed=seed, lr=lr, steps=steps
+            )
+    found = [gathering.load(folder) for folder in gathering.find([tmp_path])]
+    assert [arm.name for arm in arms.arms_of(found)] == ["steps=100", "steps=200"]
 
 
 def test_runs_that_never_left_the_plateau_are_named(runs):
@@ -213,7 +256,7 @@ def test_what_few_seeds_cannot_hold_is_not_called_95_percent():
         None,
         "range of 3 differences, at most 75 %",
         "range of 5 differences, at most 93.8 %",
-        "95 % bootstrap interval",
+        "bootstrap interval, nominally 95 %",
     ]
     five = [0.3, 0.1, 0.2, 0.5, 0.4]
     assert pairing.interval(five) == (0.1, 0.5)

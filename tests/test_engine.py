@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +25,7 @@ from qkform.training import checkpoints as checkpointing  # noqa: E402
 from qkform.training.checkpoints import checkpoints, newest, written  # noqa: E402
 from qkform.training.engine import Engine  # noqa: E402
 from qkform.training.folder import begin, claim, held  # noqa: E402
+from qkform.training.running import _finished  # noqa: E402
 from qkform.training.watch import Watch  # noqa: E402
 
 
@@ -232,12 +234,33 @@ def test_a_run_stops_at_a_loss_and_says_so(whole, text, tmp_path):
     assert (tmp_path / "a" / "record.jsonl").read_bytes() == before
 
 
+def tiny_bert():
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    return BertForMaskedLM(BertConfig(vocab_size=9, max_position_embeddings=8, **sizes))
+
+
+@pytest.mark.parametrize(("precision", "fused"), [("fp32", True), ("bf16", True), ("fp16", False)])
+def test_a_loss_scale_has_an_optimizer_that_does_not_skip_by_itself(precision, fused):
+    asking = SimpleNamespace(optimizer=None, experiment=Experiment(precision=precision), model=tiny_bert())
+    assert Engine.create_optimizer(asking).defaults["fused"] is fused
+
+
+def test_a_run_without_a_held_out_loss_ends_and_says_so(tmp_path):
+    said = []
+    ended = _finished(tmp_path, 3, "finished", {"best": None, "held_out": math.nan}, 5.6, said.append)
+    assert ended.plateau
+    assert "it had no held-out loss, and the unigram entropy 5.600" in said[0]
+
+
 def test_the_plateau_is_named(whole, text, tmp_path):
     said = []
     finished = run(small(text, steps=2), tmp_path / "a", say=said.append)
     assert finished.plateau
     assert "never left the unigram plateau" in said[-1]
-    assert f"{finished.unigram:.3f} nats, the unigram entropy" in said[-2]
+    assert "warmup_steps is 2 and steps 2" in said[-2]
+    assert f"{finished.unigram:.3f} nats, the unigram entropy" in said[-3]
 
 
 @pytest.mark.slow

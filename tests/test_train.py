@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ pytest.importorskip("tokenizers", reason="training needs tokenizers")
 
 from qkform.cli import main
 from qkform.cli.progress import Line
+from qkform.cli.train import _folder
 from qkform.training import Experiment
 from qkform.training.watch import Progress
 
@@ -44,8 +46,15 @@ def flags(experiment):
     return words
 
 
+def test_a_file_beside_a_record_is_that_of_a_run_by_its_name_alone(desk):
+    (desk / "record.jsonl").write_text("")
+    assert _folder(Path("matched.yaml"), None) == Path("runs/matched")
+    assert _folder(Path("experiment.yaml"), None) == Path()
+    assert _folder(Path("experiment.yaml"), Path("out")) == Path("out")
+
+
 def test_flags_and_a_file_say_the_same(desk, text, capsys):
-    experiment = small(text, steps=2, betas=(0.8, 0.9))
+    experiment = small(text, steps=2, warmup_steps=1, betas=(0.8, 0.9))
     assert main(["train", *flags(experiment), "--out", "a"]) == 0
     out, err = capsys.readouterr()
     assert out == "a\n"

@@ -150,8 +150,9 @@ def _names(arms: Sequence[Arm]) -> list[str]:
     if swept := swept_names([[(run.path, run.seed) for run in arm.runs] for arm in arms]):
         return swept
     varying = sorted(_varying(arms), key=lambda one: one not in INTERVENTIONS)
-    told = telling([{name: arm.of(name) for name in varying} for arm in arms], varying)
-    names = [", ".join(f"{_last(name)}={_value(arm.of(name))}" for name in told) for arm in arms]
+    said = [{name: _value(arm.of(name)) for name in varying} for arm in arms]  # as it will be read
+    told = telling(said, varying)
+    names = [", ".join(f"{_last(name)}={one[name]}" for name in told) for one in said]
     names = [name or "runs" for name in names]
     return [
         name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})"

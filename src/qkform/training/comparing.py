@@ -286,8 +286,6 @@ def _value(at: str, measure: str, told: _Told, baseline: _Told, loss: float | No
     reached = curve.first_reach(target)
     if reached is None:
         return Value(None, f"never reaches {target:.4g} in its {told.run.last_step} steps", never=True)
-    if measure in CLOCKS and reached["step"] == 0:
-        return Value(0.0)  # the seconds before the first step are those of the setting up
     value = reached[measure]
     return Value(value, None if value is not None else f"{measure} is not defined there")
 

@@ -14,7 +14,7 @@ from qkform.errors import ExperimentError, MissingExtra, QKFormError
 from qkform.training import checkpoints, folder
 from qkform.training.checkpoints import Checkpoint
 from qkform.training.experiment import Experiment
-from qkform.training.reach import PLATEAU, on_plateau
+from qkform.training.reach import on_plateau
 from qkform.training.saving import load_weights_, save_model
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Finished:
     reason     "finished", or "stop_at_loss"
     held_out   last held-out loss, nats
     unigram    loss of the held-out tokens if each were guessed by its frequency in training, nats
-    plateau    the held-out loss was never below unigram - PLATEAU nats: attention had nothing to learn from yet
+    plateau    the held-out loss was never well below `unigram` (`reach.on_plateau`): attention had learnt nothing yet
     """
 
     folder: Path
@@ -132,6 +132,11 @@ def _trained(
         f"{batches.tokens.info['n_tokens']:,} tokens of training text; guessing each by its frequency has a held-out "
         f"loss of {unigram:.3f} nats, the unigram entropy"
     )
+    if experiment.warmup_steps >= experiment.steps:
+        tell(
+            f"warning: the rate still rises at the last step: warmup_steps is {experiment.warmup_steps} and steps "
+            f"{experiment.steps}; fewer warm-up steps would let it learn"
+        )
     if point is not None:
         before = {"key": point.facts["data"], "made_of": point.facts.get("made_of")}
         batches.tokens.check_same({**before, "seq_len": experiment.seq_len}, f"the run in {out} began")
@@ -263,11 +268,14 @@ def _save(model: Any, tokenizer: Any, out: Path) -> None:
 
 
 def _finished(out: Path, step: int, reason: str, facts: Any, unigram: float, tell: Say) -> Finished:
-    plateau = facts["best"] is None or on_plateau(facts["best"], unigram)
+    lowest = facts["best"]
+    plateau = lowest is None or on_plateau(lowest, unigram)
     if plateau:
+        said = (
+            "it had no held-out loss" if lowest is None else f"its lowest held-out loss is {lowest:.3f} nats"
+        )
         tell(
-            f"warning: this run never left the unigram plateau: its lowest held-out loss, {facts['best']:.3f} nats, is "
-            f"not {PLATEAU} below the unigram entropy, {unigram:.3f}; attention has learnt nothing yet, and what its "
-            "form became says nothing about language"
+            f"warning: this run never left the unigram plateau: {said}, and the unigram entropy {unigram:.3f}; "
+            "attention has learnt nothing yet, and what its form became says nothing about language"
         )
     return Finished(out, step, reason, facts["held_out"], unigram, plateau)
