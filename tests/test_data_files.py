@@ -93,7 +93,8 @@ def test_a_linked_folder_belongs_to_its_folder_once_and_a_ring_of_links_ends(her
     (here / "linked").symlink_to(elsewhere)
     (here / "again").symlink_to(elsewhere)
     (elsewhere / "round").symlink_to(here)
-    assert documents(here) == ["one", "two"]
+    (here / "0.txt").symlink_to(here / "a.txt")
+    assert documents(here) == ["one", "two"], "a file by its own name, and not by that of a link"
 
 
 @pytest.mark.timeout(20)

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
@@ -57,21 +57,29 @@ def take_place(aside: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)
-    aside.rename(target)
+    try:
+        aside.rename(target)
+    except OSError:
+        if old.exists():
+            old.rename(target)
+        raise
     synced(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def walked(top: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+def walked(
+    top: Path, refuse: Callable[[OSError], None] | None = None
+) -> Iterator[tuple[Path, list[str], list[str]]]:
     """(folder, folders in it, files in it), as `os.walk` has them, without hidden folders.
 
-    Links to folders are followed, each folder once and after all that is no link, so that it has its own name. A
-    folder that is cleared of its folders is not walked any deeper.
+    Links to folders are followed, each folder once and after all that is no link, so that it has its own name; those
+    to folders around `top` are not, which would bring in everything beside it. A folder that is cleared of its folders
+    is not walked any deeper. `refuse` is called with the error of a folder that cannot be listed.
     """
-    seen: set[str] = set()
+    seen = set(map(str, Path(os.path.realpath(top)).parents))
     waiting = [top]
     for start in waiting:
-        for folder, inside, files in os.walk(start):
+        for folder, inside, files in os.walk(start, onerror=refuse):
             if (real := os.path.realpath(folder)) in seen:
                 inside.clear()
                 continue

@@ -111,7 +111,7 @@ def _files_of(path: Path) -> list[Path]:
             "the id of a dataset as owner/name or datasets:name"
         )
     found: dict[str, list[Path]] = {}
-    for folder, _, names in disk.walked(path):
+    for folder, _, names in disk.walked(path, _refuse):
         for name in names:
             if name.startswith(".") or name.endswith(".json"):  # as often a description as a text
                 continue
@@ -125,7 +125,13 @@ def _files_of(path: Path) -> list[Path]:
         counts = " and ".join(f"{len(files)} of {kind}" for kind, files in sorted(found.items()))
         raise DataError(f"{path}: files of several kinds ({counts}); name those that are meant, one by one")
     (files,) = found.values()
-    for file in files:
+    once: dict[str, Path] = {}  # by where they lie: a file and links to it are one text
+    for file in sorted(files, key=lambda file: (file.is_symlink(), file.relative_to(path).as_posix())):
         if file.exists() and not file.is_file():
             raise DataError(f"{file}: {NO_FILE}")
-    return sorted(files, key=lambda file: file.relative_to(path).as_posix())
+        once.setdefault(os.path.realpath(file), file)
+    return sorted(once.values(), key=lambda file: file.relative_to(path).as_posix())
+
+
+def _refuse(error: OSError) -> None:
+    raise DataError(f"{error.filename}: this folder cannot be read: {error.strerror or error}") from None

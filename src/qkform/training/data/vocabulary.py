@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,8 +53,12 @@ def tokenizer(
         return _named(str(name))
     if corpus is None:
         raise DataError("a tokenizer is trained on a corpus; pass one, or the name or folder of a tokenizer")
-    if not isinstance(vocab_size, int) or not len(SPECIALS) < vocab_size <= 2**24:
-        raise DataError(f"vocab_size={vocab_size!r:.60}: at least 300 is useful, at most {2**24} possible")
+    try:
+        vocab_size = operator.index(vocab_size)
+    except TypeError:
+        raise DataError(f"vocab_size={vocab_size!r:.60}: expected a whole number") from None
+    if not len(SPECIALS) < vocab_size <= 2**24:
+        raise DataError(f"vocab_size={vocab_size}: at least 300 is useful, at most {2**24} possible")
     tokenizers = imported("tokenizers", "a tokenizer")
     identity = corpus.identity()
     settings = {

@@ -25,6 +25,7 @@ def published(final: Path) -> Iterator[Path]:
     work.mkdir(parents=True)
     try:
         yield work
+        shutil.rmtree(final, ignore_errors=True)  # it is damaged, or it would have been used
         disk.take_place(work, final)
     finally:
         shutil.rmtree(work, ignore_errors=True)
