@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from qkform.errors import RecordError
-from qkform.runs import RunRecord, RunWriter
+from qkform.runs import RunRecord, RunWriter, last_step
 
 LAYER = {
     "module": "layers.0.attn",
@@ -247,3 +247,17 @@ def test_a_file_that_is_no_record_is_left_alone(path):
     writer.append(line(0))
     writer.close()
     assert RunRecord.load(path.with_name("other.jsonl")).start["experiment"] == {"seed": 3}
+
+
+def test_the_last_step_is_read_from_the_end_of_a_record_that_is_being_written(tmp_path, monkeypatch):
+    file = tmp_path / "record.jsonl"
+    assert last_step(file) is None
+    file.write_text('{"event": "start"}\n')
+    assert last_step(file) is None
+    file.write_text(
+        '{"event": "start"}\n{"step": 4, "x": 1}\n{"step": 5}\n{"event": "end", "step": 5}\n{"step": 6'
+    )
+    assert last_step(file) == {"step": 5}
+    monkeypatch.setattr("qkform.runs.lines._TAIL", 45)  # cut within the line of step 5
+    assert last_step(file) is None
+    assert last_step(tmp_path) is None

@@ -119,6 +119,7 @@ def test_a_run_that_fails_on_the_cluster_is_tried_again_and_reported(desk, clust
 def test_an_interrupt_ends_the_runs_on_the_cluster(desk, tmp_path):
     pytest.importorskip("ray", reason="ray is not installed")
     code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # in the background it is ignored
         "from qkform.training import Grid, ray_sweep\n"
         f"grid = Grid.from_dict({ {'base': BASE, 'arms': ARMS, 'seeds': [0]}!r})\n"
         f"ray_sweep(grid, {str(desk.out)!r}, address='local', workers=2, threads=1, command={STUB!r})\n"

@@ -5,7 +5,8 @@
 
 from qkform.runs.fields import CONFLICT, MEASURES, NAME, SCHEMA
 from qkform.runs.finding import records_at
+from qkform.runs.lines import last_step
 from qkform.runs.record import RunRecord
 from qkform.runs.writer import RunWriter
 
-__all__ = ["CONFLICT", "MEASURES", "NAME", "SCHEMA", "RunRecord", "RunWriter", "records_at"]
+__all__ = ["CONFLICT", "MEASURES", "NAME", "SCHEMA", "RunRecord", "RunWriter", "last_step", "records_at"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from qkform.errors import RecordError
 
 _ALIKE = bytes.maketrans(b"123456789E", b"000000000e")
+_TAIL = 2**22  # bytes at the end of a record among which the line of its last step is
 _WIDE = (b"e000", b"e+000", b"0" * 300)  # with digits alike, in a line that may have numbers beyond 1e300
 
 
@@ -42,6 +44,27 @@ def read_whole(file: Path) -> bytes:
         raise RecordError(
             f"cannot read the record {file}: {getattr(error, 'strerror', None) or error}"
         ) from None
+
+
+def last_step(file: Path) -> dict[str, Any] | None:
+    """The last complete line of a step, from the end of a record that may be long and is being written; unchecked.
+
+    None where there is none yet, or it cannot be read.
+    """
+    try:
+        with file.open("rb") as opened:
+            opened.seek(max(0, opened.seek(0, os.SEEK_END) - _TAIL))
+            lines = opened.read().split(b"\n")[:-1]
+    except OSError:
+        return None
+    for raw in reversed(lines):
+        try:
+            value = json.loads(raw)
+        except ValueError:  # the first of them may be cut
+            continue
+        if isinstance(value, dict) and "event" not in value and isinstance(value.get("step"), int):
+            return value
+    return None
 
 
 def parsed(raw: bytes) -> Any:

@@ -15,12 +15,12 @@ from typing import Any, Literal
 from qkform import disk
 from qkform.errors import ExperimentError, RecordError, TrainingError
 from qkform.records import write_whole
-from qkform.runs import NAME, RunRecord
+from qkform.runs import NAME, RunRecord, last_step
 from qkform.training.experiment import Experiment
+from qkform.training.folder import EXPERIMENT, MODEL
 from qkform.training.gathering import BROKE, FINISHED
 from qkform.training.grid import Planned
 
-EXPERIMENT, MODEL = "experiment.yaml", "model"
 GRACE_SECONDS = 120  # that a run has to save a checkpoint when it is asked to stop
 TOLD_SECONDS = 60.0  # from one word on how far a run is to the next
 _LOOK_SECONDS = 0.1
@@ -199,8 +199,8 @@ def _run(
             pass_fds=(handle,) if handle >= 0 else (),  # it holds the lock as long as the process lives
             start_new_session=True,  # Ctrl-C in the terminal is ours to pass on
         )
-    told, words = time.monotonic(), _how_far(job)
     try:
+        told, words = time.monotonic(), _how_far(job)
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(_LOOK_SECONDS), False
@@ -217,10 +217,9 @@ def _run(
 
 def _how_far(job: Job) -> str:
     """ "step 300 of 1,000, held-out loss 4.210", as the record has it; empty where it has no step."""
-    record = _record(job)
-    if record is None or not record.steps:
+    last = last_step(job.folder / NAME)
+    if last is None:
         return ""
-    last = record.steps[-1]
     held_out = last.get("held_out")
     loss = f", held-out loss {held_out:.3f}" if isinstance(held_out, float) else ""
     return f"step {last['step']:,} of {_experiment(job).steps:,}{loss}"

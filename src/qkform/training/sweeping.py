@@ -68,7 +68,7 @@ def sweep(
     command      what trains a run, `COMMAND` unless given: it gets EXPERIMENT.yaml --out FOLDER and, where the run has
                  begun, --resume
     environment  of the processes; this one's unless given
-    say          called with a line for a person when a run begins, ends or fails
+    say          called with a line for a person when a run begins, ends or fails, and once a minute on the way
 
     A run that is finished does not run again; a sweep that was killed goes on where its runs are. Ctrl-C, SIGTERM or a
     closed terminal ends the runs as Ctrl-C does, each with a checkpoint, and raises KeyboardInterrupt; a second one
