@@ -171,6 +171,10 @@ def test_what_was_not_given_follows_a_new_preset_and_objective():
     assert (other.model, other.lr) == ("modernbert-decoder", 1e-3)
     mini = other.replace(preset="mini")
     assert (mini.model, mini.vocabulary, mini.lr, mini.batch_size) == ("bert", 8192, 1e-3, 32)
+    assert Experiment.from_dict(given.to_dict()).replace(objective="clm") == given.replace(objective="clm")
+    assert Experiment(lr=0.003).replace(preset="mini") == Experiment().replace(
+        preset="mini"
+    )  # as they are equal
     sent = pickle.loads(pickle.dumps(given))  # noqa: S301
     assert sent.replace(objective="clm").model == "modernbert-decoder"
     with pytest.raises(ExperimentError, match="did you mean objective"):

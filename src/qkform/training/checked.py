@@ -23,7 +23,7 @@ class Settings(dict[str, Any]):
         return Settings, (dict(self),)
 
     def _fixed(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("an experiment cannot be changed; make another one, as with dataclasses.replace")
+        raise TypeError("an experiment cannot be changed; make another one: experiment.replace(lr=1e-3)")
 
     __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _fixed
 

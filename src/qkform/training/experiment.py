@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from qkform.errors import ExperimentError
 from qkform.runs.experiments import NOT_COMPUTED
@@ -129,23 +129,15 @@ class Experiment:
     keep: int = option("Run", "Checkpoints that are kept.", 2, least=1)
     report_to: tuple[str, ...] = option("Run", "Other trackers, as transformers' Trainer names them.", ())
 
-    _of_preset: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # of an experiment: the fields that its preset filled in
-
     def __post_init__(self) -> None:
-        chosen = PRESETS.get(self.preset) if isinstance(self.preset, str) else None
-        if chosen is None:
+        if not isinstance(self.preset, str) or self.preset not in PRESETS:
             raise ExperimentError(f"preset: {self.preset!r:.60} is none of {', '.join(PRESETS)}")
         kinds = get_type_hints(type(self))
-        of_preset = set()
         for one in fields(self):
             value = getattr(self, one.name)
             if value is PRESET:
-                of_preset.add(one.name)
-                value = chosen.models.get(self.objective) if one.name == "model" else chosen.values[one.name]
+                value = self._preset_value(one.name)
             object.__setattr__(self, one.name, checked(one.name, value, kinds[one.name], one.metadata))
-        object.__setattr__(self, "_of_preset", frozenset(of_preset))  # no field: it makes no other experiment
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
@@ -174,16 +166,25 @@ class Experiment:
         chosen = PRESETS[self.preset]
         return {**chosen.size, **chosen.config.get(self.model, {}), **self.config}
 
-    def replace(self, **changes: Any) -> Experiment:
-        """The experiment with some fields changed. What was not given follows preset and objective once more.
+    def _preset_value(self, name: str) -> Any:
+        chosen = PRESETS[self.preset]
+        return chosen.models.get(self.objective) if name == "model" else chosen.values[name]
 
-        `dataclasses.replace` keeps what the old preset and objective had chosen: an encoder where a decoder is wanted.
+    def replace(self, **changes: Any) -> Experiment:
+        """The experiment with some fields changed; what is as its preset has it follows a new preset or objective.
+
+        `dataclasses.replace` keeps what the old ones had chosen: an encoder where a decoder is wanted.
 
         >>> Experiment(lr=1e-3).replace(objective="clm").model
         'modernbert-decoder'
         """
-        kept = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in self._of_preset}
-        return Experiment.from_dict({**kept, **changes})
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        for one in fields(self):
+            if one.default is PRESET and values[one.name] == checked(
+                one.name, self._preset_value(one.name), get_type_hints(type(self))[one.name], one.metadata
+            ):
+                del values[one.name]
+        return Experiment.from_dict({**values, **changes})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON and YAML have them, in the order of the fields."""
