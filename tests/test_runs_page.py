@@ -14,7 +14,8 @@ from rich.console import Console
 
 from qkform.cli import main
 from qkform.cli.runs import RATIOS, one_layer, ratios_of
-from qkform.report import page_html, runcharts, runpoints, runreading, save_plots, write_page
+from qkform.form.null import median_spread
+from qkform.report import page_html, runcharts, runpoints, runreading, save_plots, trainedsection, write_page
 from qkform.report.runsection import facts, run_colours
 from qkform.report.runset import RunSet
 from qkform.report.screens import renderables
@@ -94,6 +95,28 @@ def test_seeds_alone_and_runs_without_an_experiment(tmp_path):
     assert RunSet.read([tmp_path / "more"]).arms == ["with", "without"]
     twice = RunSet.read([tmp_path / "plain" / "a", tmp_path / "plain" / "a" / "record.jsonl"])
     assert len({run.name for run in twice.runs}) == 2
+
+
+def test_layers_of_two_widths_have_no_band_of_a_median():
+    alike = [{"low": -0.01, "high": 0.03}, {"low": -0.005, "high": 0.025}]
+    assert runpoints.band_of_median(alike)["low"] == pytest.approx(0.01 - 0.0175 * median_spread(2), rel=1e-3)
+    assert runpoints.band_of_median([*alike, {"low": 0.009, "high": 0.011}]) == {"low": None, "high": None}
+    assert runpoints.band_of_median([{"low": None, "high": None}]) == {"low": None, "high": None}
+
+
+def test_the_band_beside_the_median_layer_is_that_of_a_median(tmp_path, one):
+    runs = RunSet.read([one])
+    (run,) = runs.runs
+    for row in runpoints.middles(runs.runs):
+        step = next(step for step in run.record.steps if step["step"] == row["step"])
+        bands = [(each["low"], each["high"]) for each in runpoints.layers(run, [step])]
+        wide = median(high - low for low, high in bands)
+        assert row["high"] - row["low"] == pytest.approx(wide * median_spread(3), rel=1e-3)
+        assert row["high"] + row["low"] == pytest.approx(median(low + high for low, high in bands), rel=1e-3)
+    shown = trainedsection.line("encoder", "", run)
+    assert shown["random_median"] != shown["random"]
+    low, high = (float(part) for part in shown["random_median"].split(" to "))
+    assert (low, high) == pytest.approx((row["low"], row["high"]), abs=6e-4)
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 _STEP, _REACH = 0.02, 8.0  # of the grid that `median_spread` sums over, in standard deviations
-_MANY = 200  # layers from which on the limit, sqrt(pi / 2n), is right to 0.2 %
+_MANY = 200  # layers from which on the limit, sqrt(pi / 2n), is right to 0.4 %
 
 
 def null_mean(d_model: int) -> float:

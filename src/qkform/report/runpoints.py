@@ -19,6 +19,9 @@ from qkform.report.runset import Run
 POINTS = 4000  # of one chart, about
 FEWEST = 30  # steps of a curve, however many curves there are
 LAYERS = 12  # that have a chart of their own
+ALIKE = (
+    1.6  # widths of bands within this factor have a median as if they were one: 512 beside 768 features has
+)
 MEASURES = ("symmetry", "symmetry_z", "directionality", "norm", "normalised_entropy", "largest", "self_norm")
 CONFLICT = ("cosine", "null_mean", "null_sd", "excess")
 
@@ -113,12 +116,16 @@ def middles(runs: Sequence[Run]) -> list[Row]:
 
 
 def band_of_median(rows: Sequence[Row]) -> dict[str, float | None]:
-    """{"low", "high"}: where the median of layers with random weights lies (mean +/- 2 std), as if all had one band."""
+    """{"low", "high"}: where the median of layers with random weights lies (mean +/- 2 std), as if all had one band.
+
+    None where their bands differ much, as those of two widths do. docs/math.md#symmetry_z says where it is rough.
+    """
     bands = [(row["low"], row["high"]) for row in rows if row["low"] is not None and row["high"] is not None]
-    if not bands:
+    widths = [high - low for low, high in bands]
+    if not bands or max(widths) > ALIKE * min(widths):
         return {"low": None, "high": None}
     middle = median(low + high for low, high in bands) / 2
-    reach = median(high - low for low, high in bands) / 2 * median_spread(len(bands))
+    reach = median(widths) / 2 * median_spread(len(bands))
     return {"low": number(middle - reach), "high": number(middle + reach)}
 
 

@@ -123,7 +123,7 @@ def _run_columns(width: int, unicode: bool) -> list[Column]:
     room = max(14, min(48, width - (106 if width >= 120 else 50 if width >= 76 else 30)))
     columns = [
         # the middle of a long name goes: its end is the seed
-        Column("run", "", lambda run: shortened(one_line(run.name), room), justify="left"),
+        Column("run", "", lambda run: shortened(one_line(run.name, 1000), room), justify="left"),
         Column("step", "", lambda run: f"{run.last['step']:,}" if run.last else "–"),
         loss("held_out", "held-out"),
     ]

@@ -75,8 +75,9 @@ def form_words(model: ModelScores, *, distance: bool = True) -> list[str]:
 
 
 def cost(bytes_read: int, wall_seconds: float) -> list[str]:
-    """["12.3 MB read", "0.4 s"]; nothing for a model whose cost stands at the first one of the same source."""
-    return [f"{_bytes(bytes_read)} read", f"{wall_seconds:.1f} s"] if bytes_read or wall_seconds else []
+    """["12.3 MB read", "0.4 s"], each where there was any: of models from one source the first has what all took."""
+    said = [f"{_bytes(bytes_read)} read"] if bytes_read else []
+    return [*said, f"{wall_seconds:.1f} s"] if wall_seconds else said
 
 
 def by_list(rows: Iterable[Row]) -> dict[tuple[str, str, str | None], list[Row]]:
