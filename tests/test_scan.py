@@ -14,6 +14,7 @@ import qkform as qk
 from qkform.errors import ConfigError, LayoutError, MissingExtra, RecordError
 from qkform.form import reference
 from qkform.records import COLUMNS, ScoreTable
+from qkform.report.terminal import cost
 from qkform.steps import step_of
 from tests.conftest import BERT_CONFIG, bert_tensors
 
@@ -432,6 +433,12 @@ def test_flat_rows_tell_revisions_and_distances_apart(revised, write_model):
     names = [f"model.layers.0.self_attn.{side}_proj.weight" for side in "qk"]
     rng = np.random.default_rng(7)
     llama = write_model({n: rng.normal(size=(12, 12)).astype(np.float32) for n in names}, config)
+    near, far = qk.scan(llama, offset=[0, 4]).models
+    assert (near.wall_seconds > 0, far.wall_seconds, far.bytes_read) == (True, 0, 0), (
+        "each second counts once"
+    )
+    assert cost(0, 0.0) == []
+    assert cost(near.bytes_read, 1.0)[-1] == "1.0 s"
     table = merged([qk.scan("org/m", revision=["step1", "main"]), qk.scan(llama, offset=[0, 4])])
     want = (
         [("step1", 1, None)] * 8 + [("main0", None, None)] * 8 + [(None, None, 0)] * 4 + [(None, None, 4)] * 4

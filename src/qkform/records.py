@@ -80,7 +80,11 @@ def single_heads(rows: Iterable[Row]) -> list[Row]:
 
 @dataclass(frozen=True)
 class ModelScores:
-    """One scanned model: where it came from, what was assumed, and its rows (`COLUMNS`)."""
+    """One scanned model: where it came from, what was assumed, and its rows (`COLUMNS`).
+
+    `bytes_read` and `wall_seconds` of several models from one source (distances, an adapter) add up to those of the
+    source: the first has all seconds, the others 0.
+    """
 
     source: str
     format: str

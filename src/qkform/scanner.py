@@ -177,7 +177,9 @@ def fault(source: Source, error: Exception, revision: str | None = None) -> Sour
 
 
 class Cost(NamedTuple):
-    """What a source took. Of several models from one source the first has it, so that sums are right."""
+    """What a source took. Of several models from one source each byte and second is counted once, so that sums are
+    right: the first model has the seconds, and every byte but those that an adapter adds.
+    """
 
     bytes_read: int
     seconds: float

@@ -123,8 +123,8 @@ def _trained(folder: Path) -> Trained:
     from qkform.report.runset import RunSet
     from qkform.report.trainedsection import Trained
 
-    made = RunSet.read([place for name in OBJECTIVES if (place := folder / name / "record.jsonl").exists()])
-    return Trained(made, RunSet.read(recorded()))
+    made = [place for name in OBJECTIVES if (place := folder / name / "record.jsonl").exists()]
+    return Trained(*(RunSet.read(places, on_error="record") for places in (made, recorded())))
 
 
 def recorded() -> list[Path]:
@@ -150,11 +150,7 @@ def samples(
     *,
     quiet: Quiet = False,
 ) -> int:
-    """Fetch every sample model into your cache, and list them with their paths.
-
-    Parameters
-    ----------
-    """
+    """Fetch every sample model into your cache, and list them with their paths."""
     from qkform import samples as store
 
     for name, sample in store.SAMPLES.items():
