@@ -73,6 +73,7 @@ class Engine(Trainer):
         self._norms: Tensor | None = (
             None  # of the step's gradients, each parameter's, before they are clipped
         )
+        self._named: list[tuple[str, nn.Parameter]] = []
         self._restored: dict[str, Any] = {}
         _refuse_unequal(experiment, args.world_size)
         super().__init__(model=model, args=args, compute_loss_func=batches.objective.loss)
@@ -132,6 +133,15 @@ class Engine(Trainer):
             norms = [torch.linalg.vector_norm(states.own(p.grad)).float() for _, p in self._learning()]
             self._norms = torch.stack(norms)
         return loss
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """As Trainer clips, by the norms that `training_step` has taken already where these are of whole gradients."""
+        if self.sharded or self.accelerator.scaler is not None or self._norms is None:
+            return super()._clip_grad_norm(model)
+        total = torch.linalg.vector_norm(self._norms)
+        clip = torch.nn.utils.clip_grads_with_norm_
+        clip([parameter for _, parameter in self._learning()], self.args.max_grad_norm, total)
+        return total
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """The model has its weights already: they are put in before it is wrapped or sharded."""
@@ -201,7 +211,9 @@ class Engine(Trainer):
 
     def _learning(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that have a gradient."""
-        return [(name, p) for name, p in self.model.named_parameters() if p.grad is not None]
+        if not self._named:  # once: to walk through the modules takes a hundredth of a small model's step
+            self._named = list(self.model.named_parameters())
+        return [(name, p) for name, p in self._named if p.grad is not None]
 
     def training_state(self) -> dict[str, Any]:
         """Optimizer, schedule, loss scale and random numbers. All processes take part."""
