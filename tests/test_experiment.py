@@ -65,6 +65,30 @@ def test_yaml_gives_the_experiment_back(tmp_path):
     assert odd.to_yaml().count("\n") == len(fields(Experiment))
 
 
+def test_what_json_writes_and_yaml_reads_otherwise_comes_back(tmp_path):
+    odd = [
+        1e-6,
+        1e16,
+        -2.5e-5,
+        "1e-6",
+        "smile \U0001f600",
+        "half \ud800",
+        "a\\ud83d\\ude00",
+        "\x7f",
+        "0x1",
+        "1_0",
+    ]
+    one = Experiment(config={"odd": odd, "norm_eps": 1e-12}, data=("texts/\U0001f600.txt",))
+    (tmp_path / "e.yaml").write_text(one.to_yaml())
+    assert Experiment.load(tmp_path / "e.yaml") == one
+    (tmp_path / "e.yaml").write_text("config: {norm_eps: 1e-6, name: '1e-6', version: 1.2.3}")
+    assert Experiment.load(tmp_path / "e.yaml").config == {
+        "norm_eps": 1e-6,
+        "name": "1e-6",
+        "version": "1.2.3",
+    }
+
+
 def test_yaml_as_people_write_it(tmp_path):
     path = tmp_path / "one.yaml"
     path.write_text("objective: clm\nlr: 3e-4\ndata: some.txt\nconfig:\n  hidden_size: 64\n")
@@ -112,7 +136,7 @@ def endless():
         ({"config": {"a": {"b": date(2024, 1, 2)}}}, "config: a: b: datetime.date(2024, 1, 2), a date; "),
         ({"config": {"a": [b"x"]}}, "config: a: b'x', a bytes; expected plain values"),
         ({"config": {"a": {1: 0, "1": 2}}}, "config: a: 1 is there as a number and as a text"),
-        ({"config": {"a": endless()}}, "nested more than 32 levels deep"),
+        ({"config": {"a": endless()}}, "nested more than 30 levels deep"),
         ({"data": ""}, "data: '' names nothing"),
         ({"data": ["a.txt", " "]}, "data: ' ' names nothing"),
         ({"tokenizer": ""}, "tokenizer: '' names nothing"),

@@ -44,7 +44,7 @@ def test_what_no_experiment_can_mean_is_refused_with_its_line(text, said):
 
 def test_what_people_write_means_what_it_says():
     text = "base: &all {lr: 3e-4, seed: 0, at: 0.5, big: 1_000}\none: {<<: *all, lr: 1}\ntwo: [*all, *all]\nday: '010'"
-    base = {"lr": "3e-4", "seed": 0, "at": 0.5, "big": 1000}
+    base = {"lr": 0.0003, "seed": 0, "at": 0.5, "big": 1000}
     assert loaded(text, "x") == {"base": base, "one": {**base, "lr": 1}, "two": [base, base], "day": "010"}
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from qkform.errors import ExperimentError
 
-DEEPEST = 32  # levels of what a config holds
+DEEPEST = 30  # levels of what a config holds: a file has two more around it
 LARGEST_INT = 2**63 - 1  # what an integer of a tensor can be
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,6 +15,7 @@ from qkform.runs.experiments import NOT_COMPUTED
 from qkform.training.checked import checked, plain
 from qkform.training.presets import PRESETS
 
+_HALVES = re.compile(r"\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")
 PRESET = object()  # the default of a field whose value the preset has
 
 
@@ -75,7 +77,7 @@ class Experiment:
         "Data", "Held-out sequences whose loss is measured; they are never trained on.", 256, least=1
     )
     on_error: Literal["raise", "skip"] = option(
-        "Data", "Input that cannot be read: stop, or skip and count it.", "raise"
+        "Data", "Lines, rows and texts that are damaged or none: stop, or skip and count them.", "raise"
     )
 
     attention: Literal["standard", "decoupled", "exclusive", "no-diagonal"] = option(
@@ -214,12 +216,21 @@ class Experiment:
 
     def to_yaml(self) -> str:
         """All fields, one a line."""
-        return "".join(f"{name}: {json.dumps(value)}\n" for name, value in self.to_dict().items())
+        return "".join(f"{name}: {_yaml(value)}\n" for name, value in self.to_dict().items())
 
     def differences(self, other: Experiment) -> list[str]:
         """Names of the fields in which what is computed differs; not of how often it is saved or reported."""
         mine, theirs = self.to_dict(), other.to_dict()
         return [name for name in mine if mine[name] != theirs[name] and name not in NOT_COMPUTED]
+
+
+def _yaml(value: Any) -> str:
+    """JSON, which is YAML but for the two halves in which it writes characters beyond U+FFFF."""
+
+    def whole(halves: re.Match[str]) -> str:
+        return f"\\U{ord(json.loads(chr(34) + halves[0] + chr(34))):08x}"
+
+    return _HALVES.sub(whole, json.dumps(value))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

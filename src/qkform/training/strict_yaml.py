@@ -7,7 +7,7 @@ whatever exception it stumbles over. Here each of these is an ExperimentError wi
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml  # type: ignore[import-untyped]
 
@@ -20,6 +20,10 @@ MOST = 100_000  # values, each counted as often as aliases repeat it
 _STUMBLES = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 _OTHERWISE = re.compile(r"[-+]?(0[0-7_]+|[0-9][0-9_]*(:[0-9.]+)+)")  # 010 is 8, and 1:30 is 90
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_FLOAT = re.compile(  # as YAML 1.2 and JSON have them: to PyYAML 1e-6 is a text
+    r"^(?:[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
 _MERGE = "tag:yaml.org,2002:merge"
 
 
@@ -31,6 +35,10 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """SafeLoader with bounds, and with the place of every value that it cannot make out."""
 
     level = 0
+    yaml_implicit_resolvers: ClassVar[Any] = {
+        first: [(tag, pattern) for tag, pattern in known if tag != _NUMBERS[1]]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
@@ -63,6 +71,9 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
             raise yaml.constructor.ConstructorError(
                 None, None, f"{what}{error or type(error).__name__}", node.start_mark
             ) from None
+
+
+_Loader.add_implicit_resolver(_NUMBERS[1], _FLOAT, list("-+0123456789."))
 
 
 def _measure(node: Any) -> None:
