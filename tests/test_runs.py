@@ -261,3 +261,19 @@ def test_the_last_step_is_read_from_the_end_of_a_record_that_is_being_written(tm
     monkeypatch.setattr("qkform.runs.lines._TAIL", 45)  # cut within the line of step 5
     assert last_step(file) is None
     assert last_step(tmp_path) is None
+
+
+@pytest.mark.parametrize("harm", ["removed", "replaced", "cut"])
+def test_a_record_that_goes_while_it_is_written_is_said(tmp_path, harm):
+    file = tmp_path / "record.jsonl"
+    writer = RunWriter.new(file)
+    writer.start({"layers": []})
+    if harm == "cut":
+        file.write_text("")
+    else:
+        file.unlink()
+    if harm == "replaced":
+        file.write_text("{}\n")
+    with pytest.raises(RecordError, match="was removed, replaced or cut while it was being written"):
+        writer.event("end", reason="finished")
+    writer.close()

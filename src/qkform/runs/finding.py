@@ -22,7 +22,7 @@ def records_at(path: str | os.PathLike[str]) -> list[Path]:
             raise RecordError(f"{place} is not there; name the folder of a run, or a folder of such folders")
         return [place]
     found = []
-    for folder, inside, _ in disk.walked(place):
+    for folder, inside, _ in disk.walked(place, _refuse):
         if os.path.lexists(folder / NAME):  # a folder of this name too: reading it says what is wrong
             inside.clear()
             found.append(folder / NAME)
@@ -31,3 +31,7 @@ def records_at(path: str | os.PathLike[str]) -> list[Path]:
             f"there is no {NAME} in {place} or below; name the folder of a run, or one of such folders"
         )
     return found
+
+
+def _refuse(error: OSError) -> None:
+    raise RecordError(f"{error.filename}: this folder cannot be read: {error.strerror or error}") from None

@@ -146,6 +146,11 @@ class RunWriter:
         """The whole line or nothing of it, on the disk when this returns."""
         if self.closed:
             raise RecordError(f"{self.path} is closed; nothing more can be written to it")
+        if not _is_at(self._handle, self.path) or os.fstat(self._handle).st_size < self._end:
+            raise RecordError(
+                f"{self.path} was removed, replaced or cut while it was being written; what was written before is lost "
+                "with it, and nothing more is added"
+            )
         _put(self._handle, dumped(line), self._end, self.path)
         self._end = os.fstat(self._handle).st_size
 
