@@ -119,6 +119,26 @@ def test_workers_and_threads_are_what_was_asked_for(desk):
     assert sweeps.cores() >= 1
 
 
+@pytest.mark.parametrize("name", ["seed-0.log", "seed-0.lock", "seed-0/experiment.yaml"])
+@pytest.mark.timeout(60)
+def test_what_has_the_name_of_a_file_of_the_sweep_is_refused_and_not_waited_for(desk, name):
+    file = desk.out / "standard" / name
+    file.parent.mkdir(parents=True)
+    os.mkfifo(file)
+    with pytest.raises(TrainingError, match=re.escape(f"{file}: a folder, pipe or device")):
+        desk.sweep(seeds=[0], arms={"standard": {}})
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(TrainingError, match=re.escape(str(file))):
+        desk.sweep(seeds=[0], arms={"standard": {}})
+
+
+def test_the_threads_that_a_person_has_set_are_those_of_the_runs(desk):
+    desk.environment["OMP_NUM_THREADS"] = "7"
+    desk.sweep(seeds=[0], arms={"standard": {}})
+    assert [one["threads"] for one in desk.noted()] == ["7"]
+
+
 def test_a_long_run_is_told_of_on_the_way(desk, monkeypatch):
     monkeypatch.setattr(sweeps.jobs, "TOLD_SECONDS", 0.05)
     desk.sweep(seeds=[0], arms={"standard": {}}, environment={"STUB_PAUSE": "0.3"})

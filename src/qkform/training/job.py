@@ -90,6 +90,7 @@ def state(job: Job) -> State:
     """
     if not (job.folder / EXPERIMENT).exists():
         return "new"
+    _refuse_odd(job.folder / EXPERIMENT)
     there, asked = Experiment.load(job.folder / EXPERIMENT), _experiment(job)
     if names := there.differences(asked):
         a, b = there.to_dict(), asked.to_dict()
@@ -109,6 +110,7 @@ def ending(job: Job) -> str | None:
 
 def is_running(job: Job) -> bool:
     """Whether a process that a sweep started for this run lives."""
+    _refuse_odd(job.lock)
     try:
         with job.lock.open("rb") as file:
             return disk.locked(file.fileno()) is False
@@ -187,7 +189,7 @@ def _run(
     arguments = [*command, str(job.file), "--out", str(job.folder)]
     if state(job) != "new":
         arguments.append("--resume")
-    with job.log.open("ab") as log:
+    with os.fdopen(_opened(job.log, os.O_WRONLY | os.O_APPEND), "ab") as log:
         log.write(f"--- {' '.join(arguments)}\n".encode())
         log.flush()
         process = subprocess.Popen(
@@ -247,7 +249,7 @@ def _signalled(process: subprocess.Popen[bytes], number: int) -> None:
 @contextmanager
 def _held(job: Job, stop: Stop, say: Say) -> Iterator[int | None]:
     """The lock of a run as an open file; None: another process had it until `stop`; -1: there are no locks here."""
-    handle = os.open(job.lock, os.O_RDWR | os.O_CREAT, 0o644)
+    handle = _opened(job.lock, os.O_RDWR)
     try:
         told = False
         while (ours := disk.locked(handle)) is False:
@@ -263,10 +265,26 @@ def _held(job: Job, stop: Stop, say: Say) -> Iterator[int | None]:
         os.close(handle)
 
 
-def _experiment(job: Job) -> Experiment:
-    import yaml  # type: ignore[import-untyped]
+def _opened(file: Path, flags: int) -> int:
+    """A file of the sweep, made if need be; TrainingError where that cannot be, or something else has its name."""
+    _refuse_odd(file)
+    try:
+        return os.open(file, flags | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise TrainingError(f"{file}: cannot be written to: {error.strerror or error}") from None
 
-    return Experiment.from_dict(yaml.safe_load(job.yaml))
+
+def _refuse_odd(file: Path) -> None:
+    if file.exists() and not file.is_file():
+        raise TrainingError(
+            f"{file}: a folder, pipe or device has the name of a file of the sweep; remove it"
+        )
+
+
+def _experiment(job: Job) -> Experiment:
+    from qkform.training.strict_yaml import loaded
+
+    return Experiment.from_dict(loaded(job.yaml, str(job.file)))
 
 
 def _record(job: Job) -> RunRecord | None:

@@ -62,7 +62,8 @@ def sweep(
 ) -> list[Outcome]:
     """Train every run of `grid` in OUT/ARM/seed-N, `workers` at a time; how each ended, in the order of the grid.
 
-    threads      of each run; cores divided by workers unless given (a run that is resumed with others is not exact)
+    threads      of each run; unless given those of OMP_NUM_THREADS, or cores divided by workers (a run that is resumed
+                 with others is not exact)
     devices      values of CUDA_VISIBLE_DEVICES, handed to the workers in turn
     retries      how often a run that fails is tried again, from its newest checkpoint
     command      what trains a run, `COMMAND` unless given: it gets EXPERIMENT.yaml --out FOLDER and, where the run has
@@ -79,7 +80,7 @@ def sweep(
     """
     check(workers=workers, threads=threads, retries=retries)
     found = planned(grid, out)
-    share = threads or max(1, cores() // workers)
+    share = threads or own_threads(environment) or max(1, cores() // workers)
     with held(Path(out)), stopped() as stop, ThreadPoolExecutor(workers) as pool:
         slots: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         for number in range(workers):
@@ -140,6 +141,12 @@ def told(outcome: Outcome, say: Say) -> Outcome:
     elif outcome.state == "failed":
         say(f"{outcome.name}: failed {outcome.attempts} times: {outcome.message}")
     return outcome
+
+
+def own_threads(environment: Mapping[str, str] | None) -> int | None:
+    """The threads that a person has set for all that runs; None where there is no such number."""
+    said = (os.environ if environment is None else environment).get("OMP_NUM_THREADS", "")
+    return int(said) if said.isdecimal() and int(said) else None
 
 
 def cores() -> int:
