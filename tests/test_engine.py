@@ -247,6 +247,25 @@ def test_a_loss_scale_has_an_optimizer_that_does_not_skip_by_itself(precision, f
     assert Engine.create_optimizer(asking).defaults["fused"] is fused
 
 
+def test_a_step_in_which_nothing_counts_has_no_loss(text, tmp_path):
+    run(
+        small(text, batch_size=1, seq_len=2, mask_rate=0.15, steps=12, track_every=1, held_out=64),
+        tmp_path / "a",
+    )
+    losses = [step["loss"] for step in lines(tmp_path / "a")[1:]]
+    assert None in losses
+    assert 0.0 not in losses
+    assert any(isinstance(loss, float) for loss in losses)
+
+
+def test_text_that_is_not_there_is_said_before_anything_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("qkform.training.running._arguments", lambda *_: pytest.fail("loaded first"))
+    with pytest.raises(DataError, match="no such file or folder"):
+        run(Experiment(data=("nowhere.txt",)), tmp_path / "a")
+    with pytest.raises(ExperimentError, match="name the folder of the files"):
+        run(Experiment(data=tuple(f"{i:0100}.txt" for i in range(4000))), tmp_path / "a")
+
+
 def test_a_run_without_a_held_out_loss_ends_and_says_so(tmp_path):
     said = []
     ended = _finished(tmp_path, 3, "finished", {"best": None, "held_out": math.nan}, 5.6, said.append)

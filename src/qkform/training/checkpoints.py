@@ -88,6 +88,10 @@ def written(folder: Path, name: str, facts: dict[str, Any] | None = None) -> Ite
             raise TrainingError(
                 f"{target}: {os.strerror(code)}; what was saved before is whole: make room and go on with --resume"
             ) from error
+        if isinstance(error, OSError):
+            raise TrainingError(
+                f"{target}: cannot be written: {error.strerror or error}; what was saved before is whole"
+            ) from error
         raise
 
 

@@ -25,6 +25,7 @@ _MACHINE = (
     "world_size",
     "torch",
 )  # of the environment: what a second depends on
+COARSE = 0.5  # nats between two tracked steps above which what lies between them is not known
 _OF_LOSS = ("loss", "held_out")  # what another objective makes incomparable
 
 
@@ -240,9 +241,29 @@ def _pair(
             f"{arm.name} and {baseline.name} were not trained with the same {', '.join(others)}: "
             "their seconds say little"
         )
+    if loss is not None and not no_loss:
+        notes += _coarse([one for _, a, b in two for one in (a, b)], loss)
     if two:
         pair["rows"] = list(_rows(two, loss, no_loss))
     return pair
+
+
+def _coarse(told: Sequence[_Told], loss: float) -> list[str]:
+    """A note where a loss lies between tracked steps that are far apart: all that is said there is a straight line."""
+    wide = [
+        (one.run.path, around)
+        for one in told
+        if len(around := one.curve.around(loss)) == 2 and around[0][1] - around[1][1] > COARSE
+    ]
+    if not wide:
+        return []
+    path, ((before, high), (after, low)) = wide[0]
+    more = f", and so in {len(wide) - 1} more runs" if len(wide) > 1 else ""
+    return [
+        f"held-out loss {loss:.4g} lies between step {before:,.0f} ({high:.3g}) and step {after:,.0f} ({low:.3g}) of "
+        f"{path}{more}: what is said of it is a straight line between the two; track more often, or choose a loss that "
+        "is reached later"
+    ]
 
 
 def _rows(two: Sequence[tuple[Any, _Told, _Told]], loss: float | None, no_loss: str | None) -> Iterator[Row]:

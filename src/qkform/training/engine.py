@@ -73,6 +73,7 @@ class Engine(Trainer):
         self._norms: Tensor | None = (
             None  # of the step's gradients, each parameter's, before they are clipped
         )
+        self._counted: Tensor | None = None  # tokens of the step
         self._named: list[tuple[str, nn.Parameter]] = []
         self._restored: dict[str, Any] = {}
         _refuse_unequal(experiment, args.world_size)
@@ -112,8 +113,8 @@ class Engine(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Tensor:
         """Counted tokens of the whole step: of all processes and micro-batches."""
-        count = sum(batch["labels"].ne(IGNORED).sum() for batch in batch_samples).to(device)
-        return summed(count)
+        self._counted = summed(sum(batch["labels"].ne(IGNORED).sum() for batch in batch_samples).to(device))
+        return self._counted
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -137,7 +138,7 @@ class Engine(Trainer):
     def _clip_grad_norm(self, model: Any) -> Any:
         """As Trainer clips, by the norms that `training_step` has taken already where these are of whole gradients."""
         if self.sharded or self.accelerator.scaler is not None or self._norms is None:
-            return super()._clip_grad_norm(model)
+            return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         total = torch.linalg.vector_norm(self._norms)
         clip = torch.nn.utils.clip_grads_with_norm_
         clip([parameter for _, parameter in self._learning()], self.args.max_grad_norm, total)
@@ -181,6 +182,7 @@ class Engine(Trainer):
 
     def settle(self, stop: bool = False) -> tuple[bool, bool]:
         """Before an update: `last_loss` becomes the step's loss, mean over its counted tokens of all processes, nats.
+        NaN where not one counts.
 
         Returns whether any process wants to stop, and whether the update can be made: loss and gradients are finite in
         all of them. All take part.
@@ -190,7 +192,10 @@ class Engine(Trainer):
         norm = loss.new_zeros(()) if self._norms is None else torch.linalg.vector_norm(self._norms)
         said = summed(torch.stack([loss, loss.new_tensor(float(stop)), (~torch.isfinite(norm)).double()]))
         self.last_loss, stops, breaks = said.tolist()
-        return stops > 0, math.isfinite(self.last_loss) and not breaks
+        sound = math.isfinite(self.last_loss) and not breaks
+        if self._counted is not None and not self._counted:
+            self.last_loss = math.nan
+        return stops > 0, sound
 
     def broken_gradients(self) -> list[str]:
         """Parameters whose gradient in this step has no finite norm in some process. All take part."""

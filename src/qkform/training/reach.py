@@ -53,12 +53,28 @@ class Curve:
 
         Between the last tracked step above and the first one that is not, all go linearly.
         """
+        places = self._places(loss)
+        return None if places is None else self._between(*places, loss)
+
+    def around(self, loss: float) -> list[tuple[float, float]]:
+        """(step, smoothed loss) of the two tracked steps between which `loss` is first reached; empty where there are
+        not two, or never.
+        """
+        above, below = self._places(loss) or (None, 0)
+        if above is None:
+            return []
+        steps, smoothed = self.values["step"], self.smoothed
+        found = [(steps[i], smoothed[i]) for i in (above, below)]
+        return [(step, value) for step, value in found if step is not None and value is not None]
+
+    def _places(self, loss: float) -> tuple[int | None, int] | None:
+        """The last tracked step above the loss and the first one that is not; None for never."""
         above: int | None = None
         for i, value in enumerate(self.smoothed):
             if value is None:
                 continue
             if value <= loss:
-                return self._between(above, i, loss)
+                return above, i
             above = i
         return None
 

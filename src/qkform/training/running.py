@@ -62,6 +62,7 @@ def run(
     TrainingError, ExperimentError and the errors of the data name what was found and what would work; whatever
     happens, what was saved stays whole.
     """
+    _refuse_early(experiment)
     args = _arguments(experiment, Path(out))
     from qkform.dynamics.processes import by_first
 
@@ -77,6 +78,24 @@ def run(
 
         point = by_first(claim, args.device)
         return _trained(experiment, where, args, point, resume, tell, progress if first else None)
+
+
+def _refuse_early(experiment: Experiment) -> None:
+    """What can be said before anything that takes its time is imported."""
+    from qkform.training.data.sources import corpus
+    from qkform.training.strict_yaml import LARGEST
+
+    if len(experiment.to_yaml()) > LARGEST:
+        raise ExperimentError(
+            f"data and config: more than {LARGEST:,} characters of YAML, which could not be read back; name the folder "
+            "of the files"
+        )
+    if experiment.data != ("sotu",):
+        corpus(_named(experiment), on_error=experiment.on_error)
+
+
+def _named(experiment: Experiment) -> str | list[str]:
+    return experiment.data[0] if len(experiment.data) == 1 else list(experiment.data)
 
 
 def _arguments(experiment: Experiment, out: Path) -> Any:
@@ -164,6 +183,11 @@ def _trained(
             tell(f"the run in {out} has ended already, at step {point.step}")
             if args.process_index == 0:
                 folder.end(out, point)
+                checkpoints.tidy(out / folder.CHECKPOINTS, experiment.keep)
+                if getattr(model.config, "use_cache", None) is not None or args.use_cache is not None:
+                    model.config.use_cache = (
+                        args.use_cache
+                    )  # as Trainer leaves it in a run that is not broken
                 if not (out / folder.MODEL).exists():
                     _save(model, tokenizer, out)
             return _finished(out, point.step, point.facts["reason"], point.facts, unigram, tell)
@@ -194,9 +218,8 @@ def _data(experiment: Experiment, tell: Say) -> tuple[Any, Any]:
     """The tokenizer and the batches of an experiment."""
     from qkform.training import data, objectives
 
-    named = experiment.data[0] if len(experiment.data) == 1 else list(experiment.data)
     corpus = data.corpus(
-        named,
+        _named(experiment),
         field=experiment.text_field,
         split=experiment.split,
         config=experiment.dataset_config,

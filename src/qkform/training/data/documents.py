@@ -72,5 +72,5 @@ class Faults:
             self.skipped.add(where, reason)
             return
         found = f"{reason} ({detail})" if detail else reason
-        remedy = remedy or "mend it, or leave such text out and count it with on_error='skip'"
+        remedy = remedy or "mend it, or leave such text out and count it: on_error='skip', --on-error skip"
         raise DataError(f"{where}: {found}; {remedy}") from None
