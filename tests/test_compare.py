@@ -165,6 +165,15 @@ def test_what_the_baseline_decides_has_no_star(tmp_path):
     assert found["p"] is None
 
 
+def test_a_loss_between_tracked_steps_that_are_far_apart_is_named(runs):
+    (said,) = [note for note in compare([runs], at_loss=5.2).notes if "straight line" in note]
+    first = runs / "matched" / "seed-0"
+    assert said.startswith(
+        f"held-out loss 5.2 lies between step 0 (5.6) and step 10 (4.43) of {first}, and so in 5 more"
+    )
+    assert not [note for note in compare([runs], at_loss=3.5).notes if "straight line" in note]
+
+
 def test_no_measure_has_a_mean_over_the_seeds_that_get_there(tmp_path):
     for seed in range(3):
         write_run(tmp_path / "standard" / f"seed-{seed}", falling(SLOW), seed=seed)

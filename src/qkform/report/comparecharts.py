@@ -12,7 +12,7 @@ from qkform.report.look import INK, QUIET, UNDEFINED, Width, data, finished, too
 if TYPE_CHECKING:
     import altair as alt
 
-_AXIS: dict[str, Any] = {"format": "~g", "tickCount": 5, "domain": False}
+_AXIS: dict[str, Any] = {"format": "~f", "tickCount": 5, "domain": False}
 _RATIOS = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1, 1.25, 1.5, 2, 3, 4, 6, 10, 20, 50, 100]
 MOMENT_SHAPES = {"at the end": "circle", "at one loss": "diamond", "to the baseline's loss": "square"}
 
@@ -113,8 +113,11 @@ def differences(
 
     arms = [name for name in colours if any(row["arm"] == name for row in points)]
     moments = [name for name in MOMENT_SHAPES if any(row["moment"] == name for row in points)]
-    scale = alt.Scale(type="log", nice=False, padding=12) if ratio else alt.Scale(zero=True, padding=12)
-    ticks = {"values": _RATIOS} if ratio else {}
+    scale, ticks = alt.Scale(zero=True, padding=12), {}
+    if ratio:  # no narrower than a quarter to both sides: else 1 is its only tick
+        found = [row[name] for row in points for name in ("value", "low", "high") if row.get(name)]
+        ends_at = [min([0.8, *found]), max([1.25, *found])]
+        scale, ticks = alt.Scale(type="log", nice=False, padding=12, domain=ends_at), {"values": _RATIOS}
     across = alt.X("value:Q", title=title, scale=scale, axis=alt.Axis(**_AXIS, **ticks))
     base = alt.Chart().encode(
         y=alt.Y(

@@ -181,7 +181,7 @@ def against_loss(
         "loss:Q",
         title=title,
         scale=alt.Scale(domain=[low - air, high + air], nice=False, reverse=True),
-        axis=alt.Axis(format="~g", tickCount=6, domain=False, grid=False),
+        axis=alt.Axis(format="~f", tickCount=6, domain=False, grid=False),
     )
     colour, quiet, detail_of = _colouring(kept, colours, legend)
     base = alt.Chart().encode(x=x, y=_y(measure, TITLES[measure], _unit(kept, measure)), detail=detail_of)
@@ -250,7 +250,7 @@ def against_null(
     air = 0.05 * (max(found) - min(found)) or 0.05
     ends = [max(min(found) - air, -1.0), min(max(found) + air, 1.0)]
     scale = alt.Scale(domain=ends, nice=False)
-    axis = alt.Axis(format="~g", tickCount=5, domain=False)
+    axis = alt.Axis(format="~f", tickCount=5, domain=False)
     colour, _, _ = _colouring(kept, colours, legend)
     base = alt.Chart().encode(
         x=alt.X("null_mean:Q", title="mean of the null", scale=scale, axis=axis),
@@ -315,7 +315,7 @@ def _y(field: str, title: str, domain: tuple[float, float] | None) -> alt.Y:
 
     scale = alt.Scale(zero=False, nice=True) if domain is None else alt.Scale(domain=list(domain), nice=False)
     return alt.Y(
-        f"{field}:Q", title=title, scale=scale, axis=alt.Axis(format="~g", tickCount=5, domain=False)
+        f"{field}:Q", title=title, scale=scale, axis=alt.Axis(format="~f", tickCount=5, domain=False)
     )
 
 

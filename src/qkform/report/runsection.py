@@ -53,8 +53,8 @@ WORDS = (
         "conflict",
         "−1 to 1",
         "The cosine between the gradient of W from tokens paired with themselves and that from all other pairs. "
-        "Softmax alone makes it negative, so the cosine proves nothing: the excess over its null, which permutes each "
-        "row's other keys, does where it is clearly below 0.",
+        "Softmax alone can make it negative, so the cosine proves nothing: the excess over its null, which permutes "
+        "each row's other keys, does where it is clearly below 0.",
     ),
     ("tracker share", "0 to 1", "Time that recording took, over the time of training."),
 )

@@ -168,7 +168,7 @@ def over_steps(
             f"{field}:Q",
             title="symmetry of layers",
             scale=alt.Scale(domain=list(domain), nice=False),
-            axis=alt.Axis(format="~g", tickCount=5, domain=False),
+            axis=alt.Axis(format="~f", tickCount=5, domain=False),
         )
 
     base = alt.Chart().encode(x=x)
