@@ -1127,3 +1127,12 @@ def test_formats_that_are_not_read_say_so(name, tmp_path):
     for source in (path, path / name):
         with pytest.raises(SourceError, match=rf"{name}.*not read"):
             open_checkpoint(source)
+
+
+def test_the_folder_of_a_run_says_where_its_model_is(tmp_path):
+    for name in ("record.jsonl", "experiment.yaml", "probe.safetensors"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(
+        SourceError, match=r"is the folder of a run; scan the model it made, .*/model, or its checkpoints"
+    ):
+        qk.scan(tmp_path)

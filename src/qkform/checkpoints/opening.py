@@ -98,6 +98,11 @@ def _open_folder(folder: Path, source: str) -> Checkpoint:
         names = sorted(p.name for p in folder.iterdir())
     except OSError as error:
         raise SourceError(f"cannot list {source}: {error.strerror or error}") from None
+    if "record.jsonl" in names and "experiment.yaml" in names:  # of `qkform train`
+        raise SourceError(
+            f"{source} is the folder of a run; scan the model it made, {source}/model, or its checkpoints, "
+            f"{source}/checkpoints/*"
+        )
     try:
         found = choose(names)
     except Several as error:
