@@ -12,7 +12,7 @@ help:  ## list the targets
 
 # The stamp is written last: an interrupted set-up starts again.
 $(STAMP): pyproject.toml constraints.txt
-	@echo "installing the environment, about 2 GB: some minutes"
+	@echo "installing the environment, about 2.5 GB: some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable ".[dev]"
 	touch $(STAMP)
@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 setup: $(STAMP)  ## environment with everything the tests and commands need, sample models included
 	$(BIN)/qkform samples
 
-demo: setup  ## scan two real models, train two small ones (two minutes), and write qkform-demo.html
+demo: setup  ## scan two real models, train two small ones (two to three minutes), and write qkform-demo.html
 	$(BIN)/qkform demo
 
 test: setup  ## the tests (at most 12 minutes on two cores)

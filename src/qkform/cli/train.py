@@ -15,6 +15,7 @@ from qkform.cli.output import put, say
 from qkform.cli.progress import Line
 from qkform.errors import ExperimentError, QKFormError
 from qkform.training.experiment import Experiment
+from qkform.training.presets import PRESETS
 
 _ORDER = ("Run", "Model", "Data", "Form", "Optimizer")
 _GROUPS = {name: Group(name, sort_key=place) for place, name in enumerate(_ORDER, 1)}
@@ -24,9 +25,15 @@ def _flag(name: str, kind: Any, facts: Any) -> tuple[str, Any, Any]:
     """A field of an experiment as a flag that need not be given."""
     several = name in ("data", "config", "betas", "report_to")
     kind = tuple[str, ...] if name == "config" else kind
+    tiny = PRESETS["tiny"].values.get(name)
+    told = (
+        ""
+        if tiny is None
+        else f" [tiny: {' '.join(map(str, tiny)) if isinstance(tiny, list | tuple) else tiny}]"
+    )
     about = Parameter(
         group=_GROUPS[facts["group"]],
-        help=facts["help"],
+        help=facts["help"] + told,
         show_default=False,
         consume_multiple=several,
         negative=() if kind is not bool else None,
@@ -89,6 +96,8 @@ def train(
     from qkform.training.running import run
 
     line = Line(experiment.track_every)
+    if not quiet and _first():
+        say(f"training in {folder}; loading torch and transformers takes some seconds")
     try:
         finished = run(
             experiment,
