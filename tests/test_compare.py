@@ -227,6 +227,16 @@ def test_arms_are_named_by_values_that_can_be_told_apart_as_they_are_printed(tmp
     assert [arm.name for arm in arms.arms_of(found)] == ["steps=100", "steps=200"]
 
 
+def test_a_loss_that_has_no_square_is_none(tmp_path):
+    for arm in ("standard", "matched"):
+        for seed in range(2):
+            losses = {0: 5.0, 10: 1e200, 20: float("nan"), 30: 4.0 - seed}
+            write_run(tmp_path / arm / f"seed-{seed}", losses, seed=seed, init=arm, steps=30)
+    table = compare([tmp_path])
+    assert json.loads(table.to_json())["settings"]["at_loss"] == 4.0
+    assert row(table, "end", "held_out", 1, "matched")["arm_value"] == 3.0
+
+
 def test_runs_that_never_left_the_plateau_are_named(runs):
     flat = falling(FAST, 5.45)
     for seed in range(2):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from qkform.report.sections import Packed
 
 NAMES = {"mlm": "encoder, masked tokens", "clm": "decoder, next token"}
-_LAYERS, _MIDDLE, _RECORDED = "layers (thin)", "median layer (thick)", "recorded runs, median layer"
+_LAYERS, _MIDDLE, _RECORDED = "layers (thin)", "median layer (thick)", "recorded medians"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -11,6 +10,7 @@ from typing import Any
 from qkform.comparisons import CLOCKS, MEASURES
 
 WINDOW = 3  # tracked steps
+LARGEST = 1e100  # of a value that is compared
 # Below the unigram entropy down to which a model knows frequencies and nothing of context: nats, and of the entropy,
 # whichever is less. Text in 512 tokens has 5.6 nats; what has a tenth of that is left behind sooner.
 PLATEAU, PLATEAU_SHARE = 0.35, 1 / 16
@@ -132,11 +132,11 @@ def _mixed(a: float | None, b: float | None, share: float) -> float | None:
 
 
 def _number(value: Any) -> float | None:
-    """A number that can be computed with: other writers' records may hold NaN, or 400 digits."""
+    """A number that can be computed with: other writers' records may hold NaN, 400 digits, or what has no square."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     try:
         number = float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) < LARGEST else None  # False for NaN, too
