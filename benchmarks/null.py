@@ -2,6 +2,8 @@
 
 * how often |z| of the symmetry exceeds 2 and 3, by effective rank (large d, flat spectrum: d k s is a difference of two
   chi-square variables with k (k + 1) / 2 and k (k - 1) / 2 degrees of freedom);
+* how far the median of 24 layers of rank 1 (d = 64) lies below 1/d, in standard deviations of such a median as if its
+  scores were normal;
 * the standard deviation of directionality of Gaussian weights, layers and heads;
 * z of the change of symmetry when noise of 3 % is put on real heads, and a random low-rank change on W_Q.
 """
@@ -14,6 +16,7 @@ import numpy as np
 
 import qkform as qk
 from qkform.form.change import change
+from qkform.form.null import median_spread, null_variance
 
 
 def tails(rank: int, draws: int, rng: np.random.Generator) -> tuple[float, float]:
@@ -21,6 +24,14 @@ def tails(rank: int, draws: int, rng: np.random.Generator) -> tuple[float, float
     skew = rng.chisquare(rank * (rank - 1) / 2, draws) if rank > 1 else np.zeros(draws)
     z = np.abs(symmetric - skew - rank) / (np.sqrt(2.0) * rank)
     return float((z > 2).mean()), float((z > 3).mean())
+
+
+def median_shift(layers: int, d: int, draws: int, rng: np.random.Generator) -> float:
+    """Of forms q k^T: their symmetry is the squared cosine of q and k."""
+    q, k = rng.standard_normal((2, draws, layers, d))
+    scores = (q * k).sum(-1) ** 2 / ((q * q).sum(-1) * (k * k).sum(-1))
+    sd = np.sqrt(null_variance(d, 1.0)) * median_spread(layers)
+    return float((np.median(scores, axis=1).mean() - 1 / d) / sd)
 
 
 def directionality(d: int, d_head: int, draws: int, rng: np.random.Generator) -> tuple[float, float]:
@@ -64,6 +75,9 @@ def main() -> None:
     for rank in (1, 2, 4, 5, 8, 32, 64):
         above_2, above_3 = tails(rank, 1_000_000, rng)
         print(f"effective rank {rank:3}: P(|z| > 2) {above_2:.2%}, P(|z| > 3) {above_3:.2%}")
+    print(
+        f"median of 24 layers of rank 1, d 64: {median_shift(24, 64, 20_000, rng):+.2f} standard deviations from 1/d"
+    )
     for d, d_head, draws in ((64, 8, 400), (96, 32, 400), (384, 32, 150), (768, 64, 100)):
         layer, head = directionality(d, d_head, draws, rng)
         print(f"d {d:3}, heads of {d_head}: std of directionality {layer:.2f} (layers), {head:.2f} (heads)")

@@ -247,6 +247,20 @@ def test_a_loss_scale_has_an_optimizer_that_does_not_skip_by_itself(precision, f
     assert Engine.create_optimizer(asking).defaults["fused"] is fused
 
 
+def test_a_model_that_a_kill_left_out_is_saved_as_the_unbroken_run_has_it(text, tmp_path):
+    experiment = small(text, steps=2, warmup_steps=1, keep=1)
+    run(experiment, tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(
+        tmp_path / "b" / "model"
+    )  # the kill came before it was there, and before what is old was cleared
+    (tmp_path / "b" / "checkpoints" / ".aside-step-1").mkdir()
+    run(experiment, tmp_path / "b", resume=True)
+    for file in (tmp_path / "a" / "model").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / "model" / file.name).read_bytes(), file.name
+    assert [path.name for path in (tmp_path / "b" / "checkpoints").iterdir()] == ["step-2"]
+
+
 def test_a_step_in_which_nothing_counts_has_no_loss(text, tmp_path):
     run(
         small(text, batch_size=1, seq_len=2, mask_rate=0.15, steps=12, track_every=1, held_out=64),

@@ -61,7 +61,7 @@ MEANINGS = (
         "Arm minus baseline of the same seed, then the mean over seeds. The interval is a percentile bootstrap "
         "over seeds; of fewer than six seeds, which cannot hold 95 %, it is the range of the differences, and "
         "says how much that holds at most. With few seeds the bootstrap promises too much: of normal differences "
-        "it holds the true mean 86 % of the time for six seeds, 90 % for ten. So the star, a difference from "
+        "it holds the true mean 86 % of the time for six seeds, 91 % for ten. So the star, a difference from "
         "zero at 5 %, is Fisher's randomization test: of all choices of signs of the differences, few enough have "
         "a mean as far from zero.",
     ),

@@ -19,9 +19,8 @@ from qkform.report.runset import Run
 POINTS = 4000  # of one chart, about
 FEWEST = 30  # steps of a curve, however many curves there are
 LAYERS = 12  # that have a chart of their own
-ALIKE = (
-    1.6  # widths of bands within this factor have a median as if they were one: 512 beside 768 features has
-)
+# Widths of bands within this factor have a median as if they were one: 512 beside 768 features has.
+ALIKE = 1.6
 MEASURES = ("symmetry", "symmetry_z", "directionality", "norm", "normalised_entropy", "largest", "self_norm")
 CONFLICT = ("cosine", "null_mean", "null_sd", "excess")
 

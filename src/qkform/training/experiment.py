@@ -134,11 +134,11 @@ class Experiment:
     def __post_init__(self) -> None:
         if not isinstance(self.preset, str) or self.preset not in PRESETS:
             raise ExperimentError(f"preset: {self.preset!r:.60} is none of {', '.join(PRESETS)}")
-        kinds = get_type_hints(type(self))
+        chosen, kinds = PRESETS[self.preset], get_type_hints(type(self))
         for one in fields(self):
             value = getattr(self, one.name)
             if value is PRESET:
-                value = self._preset_value(one.name)
+                value = chosen.models.get(self.objective) if one.name == "model" else chosen.values[one.name]
             object.__setattr__(self, one.name, checked(one.name, value, kinds[one.name], one.metadata))
         self._refuse_contradictions()
 
@@ -168,10 +168,6 @@ class Experiment:
         chosen = PRESETS[self.preset]
         return {**chosen.size, **chosen.config.get(self.model, {}), **self.config}
 
-    def _preset_value(self, name: str) -> Any:
-        chosen = PRESETS[self.preset]
-        return chosen.models.get(self.objective) if name == "model" else chosen.values[name]
-
     def replace(self, **changes: Any) -> Experiment:
         """The experiment with some fields changed; what is as its preset has it follows a new preset or objective.
 
@@ -180,13 +176,12 @@ class Experiment:
         >>> Experiment(lr=1e-3).replace(objective="clm").model
         'modernbert-decoder'
         """
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        for one in fields(self):
-            if one.default is PRESET and values[one.name] == checked(
-                one.name, self._preset_value(one.name), get_type_hints(type(self))[one.name], one.metadata
-            ):
-                del values[one.name]
-        return Experiment.from_dict({**values, **changes})
+        bare = Experiment(preset=self.preset, objective=self.objective)
+        values = {one.name: (getattr(self, one.name), one.default is PRESET) for one in fields(self)}
+        kept = {
+            n: value for n, (value, of_preset) in values.items() if not of_preset or value != getattr(bare, n)
+        }
+        return Experiment.from_dict({**kept, **changes})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON and YAML have them, in the order of the fields."""
@@ -228,7 +223,8 @@ def _yaml(value: Any) -> str:
     """JSON, which is YAML but for the two halves in which it writes characters beyond U+FFFF."""
 
     def whole(halves: re.Match[str]) -> str:
-        return f"\\U{ord(json.loads(chr(34) + halves[0] + chr(34))):08x}"
+        letter = json.loads(f'"{halves[0]}"')
+        return f"\\U{ord(letter):08x}"
 
     return _HALVES.sub(whole, json.dumps(value))
 

@@ -18,9 +18,8 @@ INTERVAL = 0.95
 RESAMPLES = 10_000
 ALL_SIGNS = 14  # differences up to which every choice of signs is tried, and not RESAMPLES of them
 BOOTSTRAP_SEED = 0
-ONE_SIDED = (
-    "to_baseline",
-)  # moments that the baseline's run decides: arms that are alike do not differ by 0 there
+# Moments that the baseline's run decides: arms that are alike do not differ by 0 there.
+ONE_SIDED = ("to_baseline",)
 
 
 @dataclass(frozen=True)

@@ -184,10 +184,7 @@ def _trained(
             if args.process_index == 0:
                 folder.end(out, point)
                 checkpoints.tidy(out / folder.CHECKPOINTS, experiment.keep)
-                if getattr(model.config, "use_cache", None) is not None or args.use_cache is not None:
-                    model.config.use_cache = (
-                        args.use_cache
-                    )  # as Trainer leaves it in a run that is not broken
+                model.config.use_cache = args.use_cache  # as Trainer leaves it
                 if not (out / folder.MODEL).exists():
                     _save(model, tokenizer, out)
             return _finished(out, point.step, point.facts["reason"], point.facts, unigram, tell)
