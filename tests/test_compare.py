@@ -231,8 +231,10 @@ def test_a_loss_that_has_no_square_is_none(tmp_path):
     for arm in ("standard", "matched"):
         for seed in range(2):
             losses = {0: 5.0, 10: 1e200, 20: float("nan"), 30: 4.0 - seed}
-            write_run(tmp_path / arm / f"seed-{seed}", losses, seed=seed, init=arm, steps=30)
+            trained = dict.fromkeys(losses, 1e200 * (1 + seed))
+            write_run(tmp_path / arm / f"seed-{seed}", losses, loss=trained, seed=seed, init=arm, steps=30)
     table = compare([tmp_path])
+    assert row(table, "end", "loss", 1, "matched")["arm_value"] is None
     assert json.loads(table.to_json())["settings"]["at_loss"] == 4.0
     assert row(table, "end", "held_out", 1, "matched")["arm_value"] == 3.0
 
